@@ -19,6 +19,7 @@ from spec_export import drafters, target
 from spec_export.bundling.drafters import load_module, shipped_drafter, warn_of_doubts
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import own_rotary_table
+from spec_export.foreign import medusa
 from spec_export.foreign.eagle3 import layer_norms
 from spec_export.foreign.parts import layer_names
 from spec_export.report import SILENT, Report
@@ -124,6 +125,13 @@ def _write(exported: Exported, out: Path) -> None:
         shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody else read it
 
 
+def _turned(weight: Tensor) -> Tensor:
+    """Returns a product's weights, ours [in, out], as [out, in]; those of a norm or bias as they
+    are."""
+    weight = weight.detach().float()
+    return weight.T if weight.dim() == 2 else weight
+
+
 # ---- EAGLE-3 ----
 
 
@@ -187,15 +195,14 @@ class _Eagle3:
             "lm_head.weight": state.pop("head"),
         }
         if self.config.fc_norm:
-            rows = enumerate(state.pop("fusion.norm"))
-            found |= {f"fc_norm.{i}.weight": row for i, row in rows}
+            norms = enumerate(state.pop("fusion.norm"))
+            found |= {f"fc_norm.{i}.weight": norm for i, norm in norms}
         elif self.config.norm_before_fc:
             found["input_norm.weight"] = state.pop("fusion.norm")
         heads = [count * dims.head_dim for count in (dims.num_heads, *2 * (dims.num_kv_heads,))]
         for i in range(self.config.layers):
             for ours, theirs in layer_names(i, layer_norms(i, self.config.qk_norms)).items():
-                tensor = state.pop(ours)
-                rows = tensor.T if tensor.dim() == 2 else tensor
+                rows = _turned(state.pop(ours))
                 sizes = heads if len(theirs) == 3 else [len(rows) // len(theirs)] * len(theirs)
                 found |= dict(zip(theirs, rows.split(sizes), strict=True))
         assert not state, sorted(state)
@@ -265,24 +272,23 @@ def _native(drafter: _Eagle3) -> Exported:
 
 
 def _medusa(module: Any, backbone: Backbone) -> Exported:
-    """Returns heads as vLLM reads them: `blocks.{k}.layers.{j}`, and `lm_heads.{k}` or one
-    `lm_head`, with the ids of a draft vocabulary in `token_map`."""
+    """Returns heads as vLLM reads them; the target's head, if they share it, is among them."""
     config, V = module.config, backbone.config.vocab_size
     tensors = {}
     for name, each in module.state_dict().items():
         kind, *places, part = name.split(".")
         if kind == "blocks":
             head, layer = places
-            tensors[f"blocks.{head}.layers.{layer}.{part}"] = each.detach().float().T
+            tensors[medusa.VLLM_BLOCK.format(head, layer, part)] = _turned(each)
         else:
             assert kind == "output_heads", name
-            tensors[f"lm_heads.{part}.weight"] = each.detach().float()
+            tensors[medusa.VLLM_HEAD.format(part)] = each.detach().float()
     is_shared = config.heads == "shared"
     if is_shared:
-        tensors["lm_head.weight"] = module.head_VD.detach().float()
+        tensors[medusa.VLLM_SHARED] = module.head_VD.detach().float()
     Vd = len(module.head_VD)
     if Vd < V:
-        tensors["token_map"] = module.draft_token_ids.clone()
+        tensors[medusa.VLLM_IDS] = module.draft_token_ids.clone()
     about = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -292,6 +298,6 @@ def _medusa(module: Any, backbone: Backbone) -> Exported:
         "num_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "original_lm_head": is_shared,
-        "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
+        "medusa_fc_bias": config.bias,
     }
     return Exported(about, tensors)

@@ -208,12 +208,18 @@ def test_a_drafter_of_speculators_comes_back_as_it_was(
 
 @pytest.mark.parametrize(
     ("ids", "options"),
-    [(IDS, {}), (None, {"num_layers": 2, "num_heads": 2}), (IDS, {"heads": "own"})],
+    [
+        (IDS, {}),
+        (None, {"num_layers": 2, "num_heads": 2, "bias": True}),
+        (IDS, {"heads": "own"}),
+        (None, {"heads": "own", "num_heads": 1}),
+    ],
 )
 def test_vllm_reads_medusas_heads(
     ids: torch.Tensor | None, options: dict[str, Any], save: Save, llama: Path, tmp_path: Path
 ) -> None:
-    """Compares logits with vLLM's forward pass, by the names of its tensors, within 1e-5."""
+    """Compares logits with vLLM's forward pass, by the names of its tensors, within 1e-5; what is
+    imported again is what was exported."""
     folder, drafter = save("medusa", ids, **options)
     config, tensors = export(folder, "vllm-medusa", llama, tmp_path / "out")
     vocabulary = VOCAB if ids is None else len(ids)
@@ -224,7 +230,10 @@ def test_vllm_reads_medusas_heads(
     for k in range(config["num_heads"]):
         x = row_1D
         for j in range(config["num_hidden_layers"]):
-            x = x + torch.nn.functional.silu(x @ tensors.pop(f"blocks.{k}.layers.{j}.weight").T)
+            y = x @ tensors.pop(f"blocks.{k}.layers.{j}.weight").T
+            if config["medusa_fc_bias"]:
+                y = y + tensors.pop(f"blocks.{k}.layers.{j}.bias")
+            x = x + torch.nn.functional.silu(y)
         shared = config["original_lm_head"]
         head = tensors["lm_head.weight"] if shared else tensors.pop(f"lm_heads.{k}.weight")
         torch.testing.assert_close((x @ head.T)[0], expected[k], rtol=0, atol=1e-5)
@@ -232,6 +241,63 @@ def test_vllm_reads_medusas_heads(
     assert tensors.keys() == left | (set() if ids is None else {"token_map"})
     if ids is not None:
         assert tensors["token_map"].tolist() == ids.tolist()
+    again = load_drafter(
+        importer.run(str(tmp_path / "out"), str(llama), tmp_path / "again", is_measured=False)
+    )
+    saved = load_drafter(folder)
+    require_equal(again, saved)
+    for name in ("num_heads", "num_layers", "heads", "bias"):
+        assert again.config[name] == saved.config[name], name
+
+
+def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Replaces keys and tensors of what was exported."""
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | config))
+    whole = safetensors.torch.load_file(folder / "model.safetensors") | tensors
+    safetensors.torch.save_file(whole, folder / "model.safetensors")
+
+
+def test_vllms_heads_may_be_whole_and_their_tokens_in_any_order(
+    save: Save, llama: Path, tmp_path: Path
+) -> None:
+    """Heads of all tokens with a map are read as heads of the tokens in it."""
+    folder, _ = save("medusa", None, heads="own", num_heads=2)
+    export(folder, "vllm-medusa", llama, tmp_path / "whole")
+    rewrite(tmp_path / "whole", {}, {"token_map": IDS.flip(0)})
+    out = importer.run(str(tmp_path / "whole"), str(llama), tmp_path / "a", is_measured=False)
+    found, state = load_drafter(out), load_drafter(folder).state
+    assert found.draft_token_ids is not None
+    assert found.draft_token_ids.tolist() == IDS.tolist()
+    cut = {f"lm_heads.{k}.weight": state[f"output_heads.{k}"][IDS.flip(0)] for k in range(2)}
+    rewrite(tmp_path / "whole", {}, cut)
+    again = importer.run(str(tmp_path / "whole"), str(llama), tmp_path / "b", is_measured=False)
+    for each in (found, load_drafter(again)):
+        for k in range(2):
+            assert torch.equal(each.state[f"output_heads.{k}"], state[f"output_heads.{k}"][IDS])
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"logit_scale": 2.0}, {}, "got logit_scale 2.0 in the config, expected 1"),
+        ({}, {"token_map": IDS * 0}, "got token_map with ids that repeat"),
+        ({}, {"token_map": IDS + 2}, "or are not among the target's 98 tokens"),
+        ({}, {"lm_head.weight": torch.ones(40, 32)}, "got heads of 40 tokens, and ids of 49"),
+        ({}, {"blocks.0.layers.0.bias": torch.ones(32)}, "got 0.0.linear.bias"),
+        ({"medusa_fc_bias": True}, {}, "got no tensor 0.0.linear.bias"),
+        ({}, {"blocks.1.layers.0.weight": torch.ones(30, 30)}, "expected the target's hidden si"),
+    ],
+)
+def test_other_heads_of_vllm_are_refused_by_name(
+    config: dict[str, Any], tensors: dict[str, Any], message: str, save: Save, llama: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    folder, _ = save("medusa", IDS, num_heads=2)
+    export(folder, "vllm-medusa", llama, tmp_path / "out")
+    rewrite(tmp_path / "out", config, tensors)
+    with pytest.raises(UserError, match=message):
+        importer.run(str(tmp_path / "out"), str(llama), tmp_path / "again", is_measured=False)
 
 
 # ---- the command ----
