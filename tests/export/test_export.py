@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("export") / "llama", num_hidden_layers=N)
 
 
+@cache
 def backbone_of(llama: Path) -> Backbone:
     return Backbone.from_transformers(target.load(target.resolve(str(llama)))[0])
 
