@@ -20,7 +20,8 @@ def _flag(name: str, what: str) -> typer.models.OptionInfo:
 
 def command(
     source: Annotated[
-        str, typer.Argument(help="Folder or hub id of an EAGLE-3, EAGLE or Medusa drafter")
+        str,
+        typer.Argument(help="Folder, GGUF file or hub id of an EAGLE-3, EAGLE or Medusa drafter"),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the drafter, for build")],
     target: Annotated[

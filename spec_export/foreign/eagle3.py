@@ -153,6 +153,8 @@ class _Settings:
         return whole
 
     def _format(self, folder: ForeignFolder) -> str:
+        if folder.path.is_file():
+            return "GGUF"
         kind, names = self._top.get("speculators_model_type"), self._top.get("architectures")
         if kind is not None:
             if kind != "eagle3":
@@ -199,6 +201,13 @@ class _Settings:
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise self._unsupported("layer ids", ids, "a list of integers")
         outputs = [i + 1 for i in ids]
+        if self.format == "GGUF":
+            if ids == default:
+                found.doubts.append(
+                    f"llama.cpp once wrote layers {ids} whatever the drafter read: if its config "
+                    "named others, give them with --taps"
+                )
+            return ids
         if ids == default or n in ids or (at_top is not None and outputs != default):
             return ids
         found.said.append(f"ids {', '.join(map(str, ids))} read as layers' outputs")

@@ -19,31 +19,23 @@ SHOWN = 3  # names that a message lists
 MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a whole model
 
 
+@dataclass
 class ForeignFolder:
     """Holds a drafter's files in memory: `config` as it is, and the tensors in float32.
 
-    Of a whole model with Medusa's heads it holds the heads; is_whole_model says so.
+    path: the folder, or a GGUF file. Of a whole model with Medusa's heads it holds the heads;
+    is_whole_model says so.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises UserError if a file is missing or damaged; pickled files may hold tensors only."""
-        self.path = path
-        try:
-            self.config = parse_json((path / "config.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
-        if not isinstance(self.config, dict):
-            raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
-        heads = [path / name for name in HEADS if (path / name).is_file()]
-        self._files = heads[:1] or weight_files(path, None)
-        tensors = read_tensors(self._files, MEDUSA)
-        self.is_whole_model = not heads and "0.0.linear.weight" in tensors
-        self.tensors = {name.removeprefix("model."): each for name, each in tensors.items()}
+    path: Path
+    files: list[Path]
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    is_whole_model: bool = False
 
     def hashes(self) -> dict[str, str]:
-        """Returns the SHA-256 of the config and of each file of weights."""
-        files = (self.path / "config.json", *self._files)
-        return {file.name: sha256(file) for file in files}
+        """Returns the SHA-256 of each file."""
+        return {file.name: sha256(file) for file in self.files}
 
     def take(self, name: str) -> Tensor:
         """Returns a tensor and marks it as read; raises UserError if it is not there, or is no
@@ -67,6 +59,26 @@ class ForeignFolder:
                 f"{self.path}: got {', '.join(left[:SHOWN])}{more}, which no drafter that is "
                 "supported has: it cannot be imported"
             )
+
+
+def open_folder(path: Path) -> ForeignFolder:
+    """Returns what a folder holds.
+
+    Raises UserError if a file is missing or damaged; pickled files may hold tensors only.
+    """
+    try:
+        config = parse_json((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
+    heads = [path / name for name in HEADS if (path / name).is_file()]
+    files = heads[:1] or weight_files(path, None)
+    tensors = {
+        name.removeprefix("model."): tensor for name, tensor in read_tensors(files, MEDUSA).items()
+    }
+    is_whole_model = not heads and "0.0.linear.weight" in tensors
+    return ForeignFolder(path, [path / "config.json", *files], config, tensors, is_whole_model)
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch
 from spec_export import drafters, reference, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
-from spec_export.foreign import eagle1, eagle3, medusa
-from spec_export.foreign.folder import ForeignFolder, Reading
+from spec_export.foreign import eagle1, eagle3, gguf_files, medusa
+from spec_export.foreign.folder import Reading, open_folder
 from spec_export.hidden_states import features_and_taps
 from spec_export.report import SILENT, Report
 from spec_export.training import recipe
@@ -52,7 +52,8 @@ def run(
     is_measured: bool = True,
     report: Report = SILENT,
 ) -> Path:
-    """Writes the drafter in `source`, a folder or hub id, as one of ours to `out`; returns `out`.
+    """Writes the drafter in `source`, a folder, GGUF file or hub id, as one of ours to `out`, which
+    is returned.
 
     Says what was read, what is doubtful, and the length that a chain of its guesses has on answers
     of the target. Where that is poor, says that of other readings. Raises UserError if the drafter
@@ -61,7 +62,11 @@ def run(
     require_drafter_folder(out)
     theirs = target.resolve(source, report)
     ours = model if isinstance(model, target.Source) else target.resolve(model, report)
-    folder = ForeignFolder(target.local_folder(theirs))
+    folder = (
+        gguf_files.open_file(theirs.path / theirs.gguf_file)
+        if theirs.gguf_file
+        else open_folder(target.local_folder(theirs))
+    )
     form: Any = next((each for each in FORMATS if each.matches(folder)), None)
     if form is None:
         raise UnsupportedModelError(

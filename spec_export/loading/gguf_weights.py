@@ -106,7 +106,7 @@ class GGUFWeights(Mapping[str, Tensor]):
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         for projection, count in heads.items():
             if self._architecture.pairs and f".{projection}." in name and values.shape == shape:
-                values = _unpaired(values, getattr(self._config, count))
+                values = unpaired(values, getattr(self._config, count))
         return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
@@ -180,7 +180,7 @@ def _fused(name: str, joined: Mapping[str, Parts], config: Any) -> Parts:
     return (), None
 
 
-def _unpaired(values: Values, num_heads: int) -> Values:
+def unpaired(values: Values, num_heads: int) -> Values:
     """Returns rows of heads with the halves of a rotation apart, which the file has side by side.
 
     Example of one head of 4 rows: 0, 2, 1, 3 -> 0, 1, 2, 3.

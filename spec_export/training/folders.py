@@ -52,7 +52,9 @@ def finished_drafter(folder: Path) -> Path:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Says whether a folder's config.json is that of another library."""
+    """Says whether a folder's config.json is that of another library, or a file is a GGUF file."""
+    if folder.suffix == ".gguf":
+        return folder.is_file()
     try:
         header = parse_json((folder / DRAFTER_HEADER).read_bytes())
     except (OSError, ValueError):

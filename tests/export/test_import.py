@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from lossless import require_lossless
 from published_eagle3 import Published, published_state
+from tiny_gguf import write_model
 from tiny_target import save_llama, teach
 from workshop import WORDS
 
@@ -46,6 +47,36 @@ OFFSETS["t2d"][IDS] = True
 def midlayer(state: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
 
+
+def gguf_tensors(state: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns tensors as llama.cpp writes them: by its names, with both halves of a rotation side
+    by side, and ids in d2t."""
+    found = {"d2t": IDS.numpy()}
+    for line in GGUF_NAMES.split():
+        theirs, _, name = line.partition("=")
+        values = state[f"{name}.weight"].detach().numpy()
+        heads = {"blk.0.attn_q": 4, "blk.0.attn_k": 2}.get(theirs)
+        if heads:
+            halves = values.reshape(heads, 2, -1, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        found[f"{theirs}.weight"] = values
+    return found
+
+
+GGUF_NAMES = """
+fc=fc output_norm=norm output=lm_head
+blk.0.attn_norm=layers.0.input_layernorm blk.0.attn_norm_2=layers.0.hidden_norm
+blk.0.attn_q=layers.0.self_attn.q_proj blk.0.attn_k=layers.0.self_attn.k_proj
+blk.0.attn_v=layers.0.self_attn.v_proj blk.0.attn_output=layers.0.self_attn.o_proj
+blk.0.ffn_norm=layers.0.post_attention_layernorm blk.0.ffn_gate=layers.0.mlp.gate_proj
+blk.0.ffn_up=layers.0.mlp.up_proj blk.0.ffn_down=layers.0.mlp.down_proj
+"""
+GGUF_KEYS: dict[str, Any] = {
+    **{"embedding_length": 32, "block_count": 1, "attention.head_count": 4},
+    **{"attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8},
+    **{"rope.freq_base": THETA, "norm_before_residual": True, "target_hidden_size": 32},
+    "extract_layers": [1, N // 2 - 1, N - 4],  # in a config they would be layers' outputs
+}
 
 # A config as the library writes it, what our drafter is, and how its tensors are written.
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] = {
@@ -91,6 +122,11 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
         {"taps": (0, 2, 3, 4, N), "qk_norms": True, "own_embedding": True},
         lambda state: state | OFFSETS,
     ),
+    "GGUF": (
+        GGUF_KEYS,
+        {"taps": (1, N // 2 - 1, N - 4), "norm_before_residual": True},
+        gguf_tensors,
+    ),
 }
 
 
@@ -128,12 +164,16 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path
 
 
 def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Drafter]:
-    """Returns a folder of this format, and the drafter that is in it."""
+    """Returns a folder or file of this format, and the drafter that is in it."""
     config, options, tensors_of = FORMATS[name]
     drafter = random_drafter(backbone_of(llama)[1], options)
     state = published_state(drafter)
     if not drafter.config.own_embedding:
         del state["embed_tokens.weight"]
+    if name == "GGUF":
+        path = folder / "gguf.gguf"
+        write_model(path, "eagle3", tensors_of(state), config)
+        return path, drafter
     return write(folder / name, config, tensors_of(state)), drafter
 
 
@@ -160,7 +200,7 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
     saved = load_drafter(
         run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
     )
-    assert report.lines[0].startswith(f"{folder.name.lower()}: {name}'s eagle3; ")
+    assert report.lines[0].startswith(f"{folder.stem.lower()}: {name}'s eagle3; ")
     hf_model, backbone = backbone_of(llama)
     module = load_module(saved, backbone.config, target.ends(backbone))
     assert module.config.taps == drafter.config.taps
@@ -356,3 +396,30 @@ def test_the_command(
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
     config = load_drafter(tmp_path / "out").config
     assert (config["taps"], config["norm_output"]) == ([1, 4, 6], True)
+
+
+GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "scaling": ({"rope.scaling.type": "yarn"}, {}, r"got eagle3\.rope\.scaling\.type 'yarn': it"),
+    "scaling by factors": (
+        {}, {"rope_freqs.weight": np.ones(4, np.float32)}, r"got rope_freqs\.weight, factors",
+    ),
+    "part of a head turned": ({"rope.dimension_count": 4}, {}, "dimension_count 4, expected the"),
+    "heads that do not fit": ({"attention.head_count": 5}, {}, "got 5 heads for the 32 rows of"),
+    "another tensor": (
+        {}, {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}, r"got blk\.0\.attn_q_norm\.we",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GGUF_REFUSED)
+def test_other_gguf_files_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
+    keys, tensors, message = GGUF_REFUSED[case]
+    _, drafter = write_format(tmp_path, "GGUF", llama)
+    whole = gguf_tensors(published_state(drafter)) | tensors
+    write_model(tmp_path / "other.gguf", "eagle3", whole, GGUF_KEYS | keys)
+    with pytest.raises(UserError, match=message):
+        run(str(tmp_path / "other.gguf"), str(llama), tmp_path / "out", is_measured=False)
+    assert not (tmp_path / "out").exists()
+    write_model(tmp_path / "model.gguf", "llama", {}, {})
+    with pytest.raises(UserError, match="GGUF file of architecture 'llama', expected a drafter's"):
+        run(str(tmp_path / "model.gguf"), str(llama), tmp_path / "out")
