@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from spec_export.families import wrappers
+from spec_export.loading.gguf_header import MAX_NAME
 from spec_runtime.errors import UserError
 
 # Old checkpoints hold these buffers, which are computed from the config today. Some files hold
@@ -50,7 +51,7 @@ class SafetensorsFiles(Mapping[str, Tensor]):
         self._file_of: dict[str, Path] = {}
         for path in files:
             with safe_open(str(path), "pt") as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), path)
+                self._file_of |= dict.fromkeys(_short(opened.keys(), path), path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -76,8 +77,20 @@ def read_pickled(files: Iterable[Path]) -> dict[str, Tensor]:
         state = torch.load(path, "cpu", weights_only=True, mmap=is_mapped)
         if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
             raise UserError(f"{path}: got no mapping of names to tensors, expected a state dict")
+        _short(state, path)
         tensors |= state
     return tensors
+
+
+def _short(names: Iterable[str], path: Path) -> list[str]:
+    """Returns names that messages may repeat; raises UserError if one is too long for that."""
+    found = list(map(str, names))
+    if too_long := next((name for name in found if len(name) > MAX_NAME), None):
+        raise UserError(
+            f"{path} holds a tensor of a name of {len(too_long)} characters, expected "
+            f"at most {MAX_NAME}: {too_long:.40}...; download or convert it again"
+        )
+    return found
 
 
 class ModelTensors(Mapping[str, Tensor]):

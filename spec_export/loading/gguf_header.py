@@ -21,6 +21,7 @@ import numpy as np
 from spec_runtime.errors import UserError
 
 MAX_DIMENSIONS = 4  # ggml has no tensors of more
+MAX_NAME = 200  # characters; the longest known is a third of it
 STRING, ARRAY = 8, 9
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.ASCII)
 # Tensors that hold no weights: factors by which the frequencies of rotary embeddings are divided.
@@ -172,7 +173,7 @@ class _Cursor:
             raise UserError(f"it is of version {version}, expected 2 or 3")
         values = {"general.alignment": 32}
         for _ in range(num_values):
-            key, kind = self.text(), self.number("I")
+            key, kind = self.name(), self.number("I")
             values[key] = self.value(kind)
         architecture, alignment = values.get("general.architecture"), values["general.alignment"]
         if not isinstance(architecture, str | None):
@@ -216,6 +217,13 @@ class _Cursor:
         start = self.skip(length)
         return self.data[start : self.position].decode(errors="replace")
 
+    def name(self) -> str:
+        """Returns the name of a value or a tensor, which messages may repeat."""
+        name = self.text()
+        if len(name) > MAX_NAME:
+            raise UserError(f"it holds a name of {len(name)} characters: {name:.40}...")
+        return name
+
     def value(self, kind: int) -> Any:
         """Returns a value of the metadata, whose kind is a number of the format."""
         if kind in SCALARS:
@@ -237,7 +245,7 @@ class _Cursor:
         many they are."""
         import gguf
 
-        name, num_dimensions = self.text(), self.number("I")
+        name, num_dimensions = self.name(), self.number("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise UserError(f"tensor {name} has {num_dimensions} dimensions")
         shape = [self.number("Q") for _ in range(num_dimensions)]

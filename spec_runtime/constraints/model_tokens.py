@@ -9,6 +9,7 @@ from typing import Any
 
 _HIDDEN = b"\xff"  # begins the bytes of a token that llguidance is to find in no text
 # Strings, comments and regular expressions of Lark's notation, and the names of tokens.
+_NUMBERS = re.compile(r"<\[(\d[\d,\s-]*)\]>")  # such as <[7]> and <[7,20-30]>
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\n]*>')
 
 
@@ -76,6 +77,21 @@ class ModelTokens:
 
     def numbered(self, lark: str) -> str:
         """Returns a grammar in Lark's notation whose references by name to added tokens that are
-        not special, as `<tool_call>`, are references by number, as `<[7]>`."""
-        numbers = {name: f"<[{number}]>" for name, number in self._visible.items()}
-        return _LARK_PARTS.sub(lambda found: numbers.get(found[0], found[0]), lark)
+        not special, as `<tool_call>`, are references by number, as `<[7]>`.
+
+        Where a token of the text can be meant by its number, EOS may stand, too: llguidance's
+        rollback miscounts the bytes of such a token if it is the only one that may. Its caller
+        does not let EOS pass there.
+        """
+
+        def with_eos(found: re.Match[str]) -> str:
+            name = f"<[{self._visible[found[0]]}]>" if found[0] in self._visible else found[0]
+            ids = _NUMBERS.fullmatch(name)
+            if ids is None or (ids[1].isdecimal() and self._is_hidden(int(ids[1]))):
+                return name
+            return f"<[{ids[1]},{self.eos_token_id}]>"
+
+        return _LARK_PARTS.sub(with_eos, lark)
+
+    def _is_hidden(self, number: int) -> bool:
+        return number < len(self.tokens) and self.tokens[number].startswith(_HIDDEN)

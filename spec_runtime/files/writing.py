@@ -17,6 +17,7 @@ import re
 import shutil
 import socket
 import stat
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +30,7 @@ from spec_runtime.errors import UserError
 TEMPORARY, REPLACED = ".tmp", ".old"
 _HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _OWNER = "process "  # begins what a lock file says
+_OWNER_SECONDS = 1.0  # for the owner of a lock to write its name
 _RETRY_SECONDS = 10.0  # for a temporary that a cleaning process holds for a moment
 _HAS_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -343,7 +345,7 @@ def locked(path: str | Path) -> Iterator[bool]:
             has_lock = stack.enter_context(_holding(file))
         except TimeoutError:
             raise LockedError(
-                f"{path} is being written by {_said_by(file).strip() or 'another process'}, "
+                f"{path} is being written by {_owner(file)}, "
                 "expected nobody; wait until it ends, or choose another name"
             ) from None
         try:
@@ -382,6 +384,16 @@ def _is_lock_file(path: Path) -> bool:
         return False
     said = _said_by(path)
     return not said or said.startswith(_OWNER)
+
+
+def _owner(lock_file: Path) -> str:
+    """Returns whom a lock file that is held names; its owner may be about to write that."""
+    end = time.monotonic() + _OWNER_SECONDS
+    while not (owner := _said_by(lock_file).strip()) and lock_file.exists():
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return owner or "another process"
 
 
 def _said_by(lock_file: Path) -> str:

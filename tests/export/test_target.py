@@ -193,6 +193,10 @@ def test_every_tensor_of_the_config_is_accounted_for(
             lambda weights: weights.update({"model.layers.0.mlp.extra.weight": torch.ones(2)}),
             "1 tensor unknown to the config: model.layers.0.mlp.extra.weight",
         ),
+        (
+            lambda weights: weights.update({"a" * 70_000: torch.ones(2)}),
+            "a tensor of a name of 70000 characters, expected at most 200: aaa",
+        ),
         (make_nan, "21 tensors with NaN or infinity: lm_head.weight, "),
         (make_inf, "1 tensor with NaN or infinity: lm_head.weight"),
     ],
@@ -560,6 +564,9 @@ def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:
         b"GGUF" + struct.pack("<IQQ", 3, 1, 2**60) + after_counts,
         b"GGUF" + struct.pack("<IQQ", 9, 1, 1) + after_counts,
         b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**63) + after_counts,
+        # names without end
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 70_000) + bytes(70_100),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 70_000) + bytes(70_100),
         # an array of 2^60 bytes
         b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 1, 1, 1, b"a", 9, 0, 2**60) + bytes(100),
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bpe_tokenizer import ADDED, EOS, FIRST_MERGED, MERGES, BpeTokenizer, definition
+from bpe_tokenizer import ADDED, BOS, EOS, FIRST_MERGED, MERGES, BpeTokenizer, definition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import DRAFTERS, make_engine, random_prompt
@@ -378,6 +378,31 @@ def test_names_of_added_tokens_in_a_grammar(response_format: Any, text: str, tok
         result = answer(drafter, response_format)
         assert (result.text, result.finish_reason) == (text, "stop")
         assert [token for token in result.token_ids if token >= CALL] == tokens
+
+
+@pytest.mark.parametrize(
+    ("names", "token"),
+    [
+        *(("<[65]>", 65), (f"<[{FIRST_MERGED}]>", FIRST_MERGED), ("<call>", CALL)),
+        *((f"<[{FIRST_MERGED}-{FIRST_MERGED}]>", FIRST_MERGED), ("<[60-70,65]>", 65)),
+        *((f"<[{BOS}]>", BOS), ("<|call|>", SPECIAL_CALL), ("<[*]>", FIRST_MERGED)),
+    ],
+)
+def test_tokens_that_a_grammar_names_are_taken_back_whole(names: str, token: int) -> None:
+    grammar = Grammar("ebnf", f'start: "xab" {names} "y"')
+    tokens = [*TOKENIZER.encode("xab", False), token, ord("y")]
+
+    def read_up_to(number: int) -> Any:
+        found = matcher(grammar)
+        assert all(map(found.advance, tokens[:number])), tokens
+        return found
+
+    for number in range(len(tokens) + 1):
+        for back in range(number + 1):
+            found = read_up_to(number)
+            found.retreat(back)
+            expected = read_up_to(number - back).allowed()
+            assert (found.allowed() == expected).all(), (number, back)
 
 
 def test_text_that_the_tokenizer_would_normalize_is_written_as_the_grammar_has_it() -> None:

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -221,6 +222,18 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     with files.locked(tmp_path / "run") as is_alone:
         assert is_alone
     assert names(tmp_path) == []
+
+
+def test_the_owner_of_a_lock_is_named_though_it_has_just_taken_it(tmp_path: Path) -> None:
+    lock = tmp_path / ".run.lock"
+    with files.locked(tmp_path / "run"):
+        said = lock.read_text()
+        lock.write_text("")
+        later = threading.Timer(0.1, lock.write_text, (said,))
+        later.start()
+        with pytest.raises(files.LockedError, match=said.strip()), files.locked(tmp_path / "run"):
+            pass
+        later.join()
 
 
 def test_a_block_inside_another_of_the_same_place_is_refused(tmp_path: Path) -> None:
