@@ -15,6 +15,7 @@ from spec_export.decoder import Backbone
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
+    require_known_keys,
     require_nothing_given,
     rotary_parameters,
     take_layer,
@@ -62,6 +63,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     for name, values in ONLY.items():
         if config.get(name) is not None and config[name] not in values:
             raise unsupported(folder, name, config[name], " or ".join(map(str, values)))
+    require_known_keys(folder, config, {*ONLY, "bias", "rope_theta", "rope_scaling"})
     for name, what in REFUSED.items():
         if name in folder.tensors:
             raise UnsupportedModelError(f"{folder.path}: got {name}, {what}: not supported")

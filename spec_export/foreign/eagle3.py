@@ -16,7 +16,13 @@ from torch import Tensor
 
 from spec_export.decoder import Backbone
 from spec_export.foreign.folder import ForeignFolder, Reading
-from spec_export.foreign.parts import layer_sizes, rotary_parameters, take_layer, unsupported
+from spec_export.foreign.parts import (
+    layer_sizes,
+    require_known_keys,
+    rotary_parameters,
+    take_layer,
+    unsupported,
+)
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
@@ -26,14 +32,22 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_last_layernorm", "next_layer_regular"), (True,)),
     **dict.fromkeys(("use_mtp_layernorm", "use_sliding_window"), (False,)),
     **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (False,)),
+    **dict.fromkeys(("position_embedding_type", "norm_type"), ("rope", "rms")),
+    "use_rotary_pos_emb": (True,),
     "parallel_draft_step": (1,),
     "hidden_act": ("silu",),
     "model_type": ("llama", "qwen3"),
 }
+COPIED = ("qwen2", "phi3")
 # Keys of a nested `eagle_config` that are read, or change nothing here.
 NESTED = (
     *("eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_output"),
     *("norm_before_residual", "num_aux_hidden_states", "eagle_architecture"),
+    "parallel_draft_heads_num_layers",
+)
+TOP = (
+    *("transformer_layer_config", "eagle_config", "speculators_model_type", "target_layer_ids"),
+    *("rope_theta", "rope_scaling"),
 )
 # Beginnings of tensors' names that change nothing: copies of the target's and derived ones.
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")
@@ -129,11 +143,17 @@ class _Settings:
         for name, values in ONLY.items():
             # a config whose layers are nested has another kind of its own at the top
             value = self._layer.get(name) if name == "model_type" else self.get(name)
+            if name == "model_type" and self._layer is top:
+                values += COPIED  # the target's, of a drafter whose layers are Llama's
             if value is not None and value not in values:
                 raise self._unsupported(name, value, " or ".join(map(str, values)))
         unknown = sorted(set(self._nested) - set(NESTED) - set(ONLY))
         if unknown:
             raise self._unsupported(f"eagle_config.{unknown[0]}", self._nested[unknown[0]], "none")
+        if not folder.path.is_file():  # a GGUF file's keys are looked at when it is read
+            known = {*TOP, *NESTED, *ONLY}
+            require_known_keys(folder, top, known)
+            require_known_keys(folder, top.get("transformer_layer_config") or {}, known)
         kinds = set(self._layer.get("layer_types") or ()) - {"full_attention"}
         if kinds:
             raise self._unsupported("layer_types", sorted(kinds)[0], "full_attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ LAYER = {
     "mlp_norm": ("post_attention_layernorm",),
 }
 
+# Keys of published configs that tell of training, target or library, or repeat what shapes tell.
+HARMLESS_KEYS = (
+    *("torch_dtype", "auto_map", "_attn_implementation", "transformers_version", "_name_or_path"),
+    *("speculators_version", "speculators_config", "embed_requires_grad", "target_hidden_size"),
+    *("target_model_type", "target_text_model_type", "target_model_name_or_path", "modal_type"),
+    *("base_model_name_or_path", "num_target_layers", "draft_num_hidden_layers", "ttt_length"),
+    *("step_loss_decay", "draft_vocab_size", "org_vocab_size", "max_sequence_length"),
+    *("attention_head_dim", "use_qk_norm", "cla_share_factor", "dense_list", "pool_type"),
+    *("decoder_sparse_step", "router_aux_loss_coef", "num_aux_hidden_states"),
+    *("parallel_draft_heads_num_layers", "eagle_architecture"),
+)
+
 
 def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:
     """Returns the error about a key of the config whose value is not supported."""
@@ -26,6 +39,28 @@ def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> 
         f"{folder.path}: got {name} {value!r:.40} in the config, expected {expected}: such a "
         "drafter is not supported"
     )
+
+
+def require_known_keys(
+    folder: ForeignFolder, config: dict[str, Any], known: Collection[str]
+) -> None:
+    """Raises UnsupportedModelError, which names it, for a key that may change the forward pass.
+
+    That is one with a value, which is not in `known`, in the configs of transformers' Llama and
+    Qwen3, or among those that are published and change nothing; ids of tokens do not either.
+    """
+    from transformers import AutoConfig
+
+    every = {*known, *HARMLESS_KEYS}
+    for kind in ("llama", "qwen3"):
+        every |= AutoConfig.for_model(kind).to_dict().keys()
+    left = sorted(name for name, value in config.items() if value and name not in every)
+    for name in left:
+        if not name.endswith("_id"):
+            raise UnsupportedModelError(
+                f"{folder.path}: got {name} {config[name]!r:.40} in the config, a key that is not "
+                "known: if it changes nothing in the forward pass, remove it from the config"
+            )
 
 
 def require_nothing_given(folder: ForeignFolder, given: dict[str, Any], library: str) -> None:

@@ -44,6 +44,14 @@ OFFSETS = {"d2t": IDS - torch.arange(len(IDS)), "t2d": torch.zeros(VOCAB, dtype=
 OFFSETS["t2d"][IDS] = True
 
 
+MODELOPT = {  # as its exports name them
+    **{"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True},
+    **{"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
+    **{"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1},
+    "parallel_draft_heads_num_layers": 1,
+}
+
+
 def midlayer(state: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
 
@@ -100,13 +108,14 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
         lambda state: state | OFFSETS,
     ),
     "ModelOpt": (
-        LAYER
-        | {"rope_theta": THETA, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
+        LAYER | {"rope_theta": THETA, "eagle_config": MODELOPT},
         {"taps": (1, 3, 5)},
         lambda state: state | {"d2t": OFFSETS["d2t"]},
     ),
     "SpecForge": (
-        LAYER | {"rope_theta": THETA, "eagle_config": {"fc_norm": True}, "target_hidden_size": 32},
+        LAYER
+        | {"rope_theta": THETA, "eagle_config": {"fc_norm": True}, "target_hidden_size": 32}
+        | {"model_type": "qwen2", "torch_dtype": "bfloat16", "target_model_type": "qwen2"},
         {"fc_norm": True},
         lambda state: midlayer(state) | OFFSETS,
     ),
@@ -312,6 +321,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "biases": ({"attention_bias": True}, {}, "got attention_bias True in the config, expected Fal"),
     "no taps": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "got use_aux_hidden_state"),
     "an unknown switch": ({"eagle_config": {"spin": 2}}, {}, r"got eagle_config\.spin 2"),
+    "an unknown key": ({"residual_scale": 0.5}, {}, "got residual_scale 0.5 in the config, a key"),
+    "an unknown key of the layer": (
+        {"transformer_layer_config": LAYER | {"logit_scale": 2.0}}, {}, "got logit_scale 2.0 in",
+    ),
     "another family": ({"model_type": "kimi_k2"}, {}, "got model_type 'kimi_k2'"),
     "windows": ({"layer_types": ["sliding_attention"]}, {}, "got layer_types 'slid"),
     "a flag without a norm": ({"fc_norm": True}, {}, "got fc_norm True in the config, and"),

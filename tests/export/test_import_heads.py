@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "eagle", {}, {"embed_tokens.weight": torch.ones(VOCAB, D)}, "not the target's embedding",
     ),
     "another target's fc": ("eagle", {}, {"fc.weight": torch.ones(40, 80)}, "got fc of 40 rows"),
+    "an unknown key": ("eagle", {"alpha": 0.5}, {}, "got alpha 0.5 in the config, a key that is"),
     "an activation": ("eagle", {"hidden_act": "gelu"}, {}, "got hidden_act 'gelu'"),
     "a head's bias": ("medusa", {}, {"0.1.bias": torch.ones(VOCAB)}, r"got 0\.1\.bias, which no"),
     "another target's heads": (
