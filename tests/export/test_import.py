@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teach(folder, WORDS[:2], num_steps=15)
 
 
+@cache
 def backbone_of(llama: Path) -> tuple[Any, Backbone]:
     model, _ = target.load(target.resolve(str(llama)))
     return model, Backbone.from_transformers(model)
@@ -280,15 +282,16 @@ def test_a_wrong_tap_is_found_and_named(
     _, tokenizer = target.load(target.resolve(str(llama)))
     monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1", "say one two. 3"))
     drafter = random_drafter(backbone, {"taps": (1, 4, 6), "fc_norm": True, "ttt_steps": 2})
-    answers = importer._answers(hf_model, tokenizer)
+    answers = []
+    for answer in importer._answers(hf_model, tokenizer):
+        with torch.no_grad():
+            states = features_and_taps(hf_model.model, answer.token_BT, drafter.config.taps)
+        answers.append(dataclasses.replace(answer, feature_BTF=torch.cat(states, -1)))
     drafter.layers[0].token_norm.requires_grad_(False).zero_()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for step in range(100):
-        batch = answers[step % len(answers)]
-        with torch.no_grad():
-            states = features_and_taps(hf_model.model, batch.token_BT, drafter.config.taps)
         optimizer.zero_grad()
-        loss, _ = drafter.loss(dataclasses.replace(batch, feature_BTF=torch.cat(states, -1)))
+        loss, _ = drafter.loss(answers[step % len(answers)])
         loss.backward()
         optimizer.step()
     monkeypatch.setattr(importer, "POOR", 99.0)
