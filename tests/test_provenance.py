@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 from small import Measure, small_manifest
+from tools.docs import ages, results
 
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 
-RESULTS = Path(__file__).parents[1] / "recipes" / "smollm2-135m" / "results"
+MAX_AGE = 200  # commits that changed a package
+# What a training run gave is not about the code of today.
+RUNS = ("ablation", "drafters", "joint", "training")
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(results.RESULTS.glob("*.json")), ids=lambda file: file.stem)
 def test_committed_results_have_all_keys(file: Path) -> None:
     about = json.loads(file.read_text())["provenance"]
     assert tuple(about) == provenance.KEYS
@@ -30,6 +33,23 @@ def test_committed_results_have_all_keys(file: Path) -> None:
         assert set(missing) <= set(noted), "say in the note what was not recorded"
     assert "/work" not in file.read_text()
     assert "/home" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        file.stem
+        for file in sorted([*results.RESULTS.glob("*.json"), *results.BUILDS.glob("*.json")])
+        if not file.stem.startswith(RUNS)
+    ],
+)
+def test_results_are_not_much_older_than_what_they_are_about(name: str) -> None:
+    shallow = ["git", "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(shallow, cwd=ages.ROOT, capture_output=True, text=True).stdout != "false\n":
+        pytest.skip("this checkout has no history")
+    age = ages.commits_since(results.load(name)["provenance"]["commit"])
+    assert age is not None, "its commit is not in the history: measure it anew"
+    assert age <= MAX_AGE, f"measured {age} commits of the packages ago: measure it anew"
 
 
 def test_what_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
