@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from small import Measure, small_manifest
-from tools.docs import ages, results
 
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
+from tools.docs import ages, results
 
 MAX_AGE = 200  # commits that changed a package
 # What a training run gave is not about the code of today.
