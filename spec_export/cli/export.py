@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from spec_export.cli.options import Target
+
 
 class Form(StrEnum):
     speculators = "speculators"
@@ -26,14 +28,7 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="A new folder")],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            help="Hugging Face folder, hub id or GGUF file of the target",
-            show_default="the built-in demo",
-        ),
-    ] = None,
+    target: Target = None,
 ) -> None:
     """Write a drafter in a form that other libraries read.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from spec_export.cli.options import Target
 from spec_runtime.errors import UserError
 
 
@@ -24,14 +25,7 @@ def command(
         typer.Argument(help="Folder, GGUF file or hub id of an EAGLE-3, EAGLE or Medusa drafter"),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the drafter, for build")],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            help="Hugging Face folder, hub id or GGUF file of the target",
-            show_default="the built-in demo",
-        ),
-    ] = None,
+    target: Target = None,
     taps: Annotated[
         str | None,
         typer.Option(

@@ -38,6 +38,14 @@ def require_model(model: str | None) -> str | None:
     return model
 
 
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Hugging Face folder, hub id or GGUF file of the target",
+        show_default="the built-in demo",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(

@@ -35,7 +35,6 @@ from spec_export.drafters.layers import (
     CachedGraph,
     DecoderLayer,
     TargetEnds,
-    export_cached,
     fusion,
     noisy_features,
     tokens_ahead,
@@ -162,16 +161,7 @@ class Drafter(RolloutDrafter):
         f32[M,D] (the predicted features) and the caches.
         """
         config = self.cache_config(target)
-        graph = export_cached(
-            _DrafterGraph(self, config),
-            config,
-            self.head_VD.dtype,
-            [*self.output_names(), "hidden"],
-            "eagle",
-            feature_width=self.dims.hidden_size,
-            capacity_symbolic=capacity_symbolic,
-        )
-        return {"drafter": graph}
+        return self.export_graph(_DrafterGraph(self, config), config, "eagle", capacity_symbolic)
 
 
 class _DrafterGraph(CachedGraph):

@@ -34,7 +34,6 @@ from spec_export.drafters.layers import (
     CachedGraph,
     DecoderLayer,
     TargetEnds,
-    export_cached,
 )
 from spec_export.drafters.losses import IGNORED
 from spec_export.drafters.rollout import RolloutDrafter, equal_weights
@@ -199,16 +198,7 @@ class Drafter(RolloutDrafter):
         i64[M,C], guess_log_probs f32[M,C], hidden f32[M,D] and the caches.
         """
         config = self.cache_config(target)
-        graph = export_cached(
-            _DrafterGraph(self, config),
-            config,
-            self.head_VD.dtype,
-            [*self.output_names(), "hidden"],
-            "eagle3",
-            feature_width=self.dims.hidden_size,
-            capacity_symbolic=capacity_symbolic,
-        )
-        return {"drafter": graph}
+        return self.export_graph(_DrafterGraph(self, config), config, "eagle3", capacity_symbolic)
 
 
 class FirstLayer(DecoderLayer):

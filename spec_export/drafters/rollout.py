@@ -9,13 +9,22 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.decoder_config import own_rotary_table
-from spec_export.drafters.layers import Batch, DrafterBase, LayerDims, TargetEnds, rotate
+from spec_export.drafters.layers import (
+    Batch,
+    CachedGraph,
+    DrafterBase,
+    LayerDims,
+    TargetEnds,
+    export_cached,
+    rotate,
+)
 from spec_runtime.errors import UserError
 
 
@@ -55,6 +64,24 @@ class RolloutDrafter(DrafterBase):
             taps=(),
             layers=(),
         )
+
+    def export_graph(
+        self, graph: CachedGraph, config: decoder.DecoderConfig, name: str, capacity_symbolic: bool
+    ) -> dict[str, ir.Model]:
+        """Returns the graph "drafter", which also gives what the next level reads, "hidden".
+
+        config: see `cache_config`. name: the drafter's.
+        """
+        model = export_cached(
+            graph,
+            config,
+            self.head_VD.dtype,
+            [*self.output_names(), "hidden"],
+            name,
+            feature_width=self.dims.hidden_size,
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": model}
 
     def input_rows(self, embedding: Tensor, feature: Tensor) -> Any:
         """Returns the first layer's input from embedding and feature, both [..., D]."""
