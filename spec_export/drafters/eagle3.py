@@ -43,15 +43,13 @@ from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class Config(Checked):
-    """The settings of EAGLE-3.
+class LayersConfig(Checked):
+    """The settings of EAGLE-3's layers, which P-EAGLE's are too.
 
-    `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `taps` are the target
-    layers whose inputs are read, in the order in which fc has them; the number of layers itself is
-    the last layer's output.
+    `taps` are the target layers whose inputs are read, in the order in which fc has them; the
+    number of layers itself is the last layer's output.
 
     - `fc_norm`: each tap is normed before fc; `norm_before_fc`: all of them together.
-    - `norm_output`: the next row reads the normed output, which the head reads.
     - `norm_before_residual`: layer 0 adds to the normed x.
     - `qk_norms`: queries and keys are normed, as Qwen3 does.
     - `own_embedding`: it has an embedding of its own, else the target's.
@@ -61,12 +59,9 @@ class Config(Checked):
 
     taps: tuple[int, ...] = ()
     layers: AtLeastOne = 1
-    num_guesses: AtLeastOne = 5
-    max_width: AtLeastOne = 8
     top_k: AtLeastOne = 10
     fc_norm: bool = False
     norm_before_fc: bool = False
-    norm_output: bool = False
     norm_before_residual: bool = False
     qk_norms: bool = False
     own_embedding: bool = False
@@ -78,7 +73,6 @@ class Config(Checked):
     head_dim: AtLeastOne | None = None
     norm_eps: NotNegative | None = None
     soft_weight: Share = 1.0
-    ttt_steps: AtLeastOne = 3
     decay: float = 0.8
 
     def __post_init__(self) -> None:
@@ -87,6 +81,20 @@ class Config(Checked):
             raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
         if self.fc_norm and self.norm_before_fc:
             raise UserError("got fc_norm with norm_before_fc, expected at most one of them")
+
+
+@dataclass(frozen=True)
+class Config(LayersConfig):
+    """The settings of EAGLE-3: those of its layers, see LayersConfig, and of its levels.
+
+    `num_guesses` levels are drafted, and `max_width` nodes expanded in each; `ttt_steps` are
+    trained. norm_output: the next row reads the normed output, which the head reads.
+    """
+
+    num_guesses: AtLeastOne = 5
+    max_width: AtLeastOne = 8
+    norm_output: bool = False
+    ttt_steps: AtLeastOne = 3
 
 
 class Drafter(RolloutDrafter):
@@ -123,6 +131,11 @@ class Drafter(RolloutDrafter):
     @property
     def trains_output_head(self) -> bool:
         return True
+
+    @property
+    def trained_levels(self) -> int:
+        """The levels whose guesses have a loss."""
+        return self.config.ttt_steps
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -161,9 +174,9 @@ class Drafter(RolloutDrafter):
         """
         config, feature_BTF = self.config, batch.feature_BTF
         assert feature_BTF is not None, "EAGLE-3 reads taps"
-        label_BRK = self.labels(batch, config.ttt_steps)
+        label_BRK = self.labels(batch, self.trained_levels)
         total, correct, count = feature_BTF.new_zeros((), dtype=torch.float32), [], []
-        for k, level in enumerate(self.levels(batch, config.ttt_steps)):
+        for k, level in enumerate(self.levels(batch, self.trained_levels)):
             b, t = (label_BRK[..., k] != IGNORED).nonzero(as_tuple=True)
             rows, wanted_RF = self.output_rows(level[b, t]), feature_BTF[b, t + 1 + k]
             loss, is_top_R = self.cross_entropy(

@@ -505,18 +505,7 @@ class _DrafterGraph(CachedGraph):
         rows, caches = self.run_layers(x, inputs)
         rows_MD = drafter.output_rows(rows).view(-1, D)
         logits_MV = F.linear(rows_MD, drafter.head_VD)
-        index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
-        outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
-        if drafter.bigrams is not None:
-            # The pairs have a fixed shape, which axes of logit rows cannot give, and rows chosen
-            # by a slice do not have for TensorRT. A run of the prompt has fewer rows, and the last
-            # one repeated: nobody reads its guesses.
-            K = drafter.config.num_masks
-            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
-            outputs.append(
-                drafter.bigrams(*(x.index_select(0, torch.arange(K + 1)) for x in padded))
-            )
-        return (*outputs, *caches)
+        return (*self.one_pass_outputs(logits_MV, drafter.config.num_masks), *caches)
 
     def _tokens(self, input_ids: Tensor) -> Tensor:
         """Returns the token chunk [1, N, D] of real and mask rows."""

@@ -32,9 +32,11 @@ class RolloutDrafter(DrafterBase):
     """The base of drafters that read their own predictions, made by `layers`.
 
     Sizes that `config` names, by the names of LayerDims, and a `rope` in it take the place of the
-    target's.
+    target's. With a `mask_token_id` the rows of all levels but the first read this token in place
+    of their own.
     """
 
+    mask_token_id: int | None = None
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
 
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
@@ -102,7 +104,10 @@ class RolloutDrafter(DrafterBase):
         earlier: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         levels = []
         for level in range(num_levels):
-            x = self.input_rows(self.embed(token_BT[:, 1 + level : 1 + level + R]), feature)
+            token_BR = token_BT[:, 1 + level : 1 + level + R]
+            if level and self.mask_token_id is not None:
+                token_BR = torch.full_like(token_BR, self.mask_token_id)
+            x = self.input_rows(self.embed(token_BR), feature)
             cos, sin = self.cos[level : level + R], self.sin[level : level + R]
             for layer, rows in zip(self.layers, earlier, strict=True):
                 q, k, v = layer.project_qkv(x)

@@ -1,9 +1,10 @@
 """Reads EAGLE-3 drafters in the forms of its authors, of speculators, ModelOpt, SpecForge,
-AngelSlim and DeepSpec.
+AngelSlim and DeepSpec, and speculators' P-EAGLE ones.
 
 All have the tensors of one layer that reads pairs, `midlayer.*` or `layers.0.*`, and a few ordinary
 ones after it. They differ in norms, which tensors show, in flags, which only the config has, and in
-what an id of a target's layer means: the layer's input, or its output.
+what an id of a target's layer means: the layer's input, or its output. P-EAGLE
+adds the states of mask rows.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ TOP = (
 # Beginnings of tensors' names that change nothing: copies of the target's and derived ones.
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")
 REFUSED = {
-    "mask_hidden": "a P-EAGLE drafter, which drafts in parallel",
     "parallel_draft_heads.": "ModelOpt's parallel heads",
     "additional_layers.": "SGLang's additional layers",
 }
 
 
+MASK = "mask_hidden"  # the states of P-EAGLE's mask rows
 SHOWS = "EAGLE-3 (midlayer.* or layers.0.hidden_norm.weight)"
 
 
@@ -80,7 +81,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     for name, what in REFUSED.items():
         if any(tensor.startswith(name) for tensor in folder.tensors):
             raise UnsupportedModelError(f"{folder.path}: got {name}*, {what}: not supported yet")
-    found = Reading(config.format, "eagle3", {})
+    found = Reading(config.format, config.drafter, {})
     fc = folder.take("fc.weight")
     D, target_width = len(fc), backbone.config.hidden_size
     if fc.shape[1] % target_width:
@@ -107,7 +108,10 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
         state["fusion.norm"] = torch.stack([folder.take(name) for name in fc_norms])
     elif fields["norm_before_fc"]:
         state["fusion.norm"] = folder.take("input_norm.weight")
-    fields["norm_output"] = config.norm_output(found)
+    if found.name == "peagle":
+        fields |= _masks(folder, config, fc.shape[1], state, given)
+    else:
+        fields["norm_output"] = config.norm_output(found)
     fields["norm_before_residual"] = config.norm_before_residual(found)
     fields |= {key: value for key, value in given.items() if key != "taps"}
     fields |= _layers(folder, config, state)
@@ -117,7 +121,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     found.draft_token_ids = _head(folder, backbone, D, state, found)
     folder.require_all_read(HARMLESS)
     flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norms")
-    on = [name for name in flags if fields[name]]
+    on = [name for name in flags if fields.get(name)]
     found.said.append(f"layers: {fields['layers']}, {', '.join(on) or 'no further norms'}")
     found.config, found.state = fields, state
     found.others = _other_readings(fields, backbone.config.num_layers)
@@ -140,6 +144,14 @@ class _Settings:
             self._layer = self._with_defaults(self._layer)
         self._top = top
         self.format = self._format(folder)
+        kind, has_masks = top.get("speculators_model_type"), MASK in folder.tensors
+        self.drafter = "peagle" if kind == "peagle" else "eagle3"
+        if has_masks != (kind == "peagle"):
+            raise UnsupportedModelError(
+                f"{folder.path}: got speculators_model_type {kind!r:.40} "
+                f"{'with' if has_masks else 'without'} weights {MASK}, expected them with "
+                "'peagle', and with no other"
+            )
         for name, values in ONLY.items():
             # a config whose layers are nested has another kind of its own at the top
             value = self._layer.get(name) if name == "model_type" else self.get(name)
@@ -177,8 +189,8 @@ class _Settings:
             return "GGUF"
         kind, names = self._top.get("speculators_model_type"), self._top.get("architectures")
         if kind is not None:
-            if kind != "eagle3":
-                raise self._unsupported("speculators_model_type", kind, "eagle3")
+            if kind not in ("eagle3", "peagle"):
+                raise self._unsupported("speculators_model_type", kind, "eagle3 or peagle")
             return "speculators"
         if "target_layer_ids" in self._top:
             return "DeepSpec"
@@ -251,11 +263,24 @@ class _Settings:
     def norm_before_residual(self, found: Reading) -> bool:
         """Returns whether the first layer adds to the normed state."""
         value = self.get("norm_before_residual")
-        if value is None and self.format == "speculators":
+        if value is None and self.format == "speculators" and self.drafter == "eagle3":
             found.doubts.append(
                 "norm_before_residual is not in the config, read as no: --norm-before-residual yes"
             )
         return bool(value)
+
+    def num_guesses(self) -> int:
+        """Returns how many tokens a P-EAGLE drafter is to guess, the number it was trained for."""
+        about = self._top.get("speculators_config")
+        methods = about.get("proposal_methods") if isinstance(about, dict) else None
+        first = methods[0] if isinstance(methods, list) and methods else None
+        number = first.get("speculative_tokens") if isinstance(first, dict) else None
+        if type(number) is not int or number < 1:
+            raise UserError(
+                f"{self._path}: got speculative_tokens {number!r:.40} in the speculators_config, "
+                "expected the number of guesses, 1 or more"
+            )
+        return number
 
     def rope(self, found: Reading) -> dict[str, Any]:
         """Returns the drafter's own rotary parameters."""
@@ -291,6 +316,34 @@ def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) 
     for i in range(count):
         take_layer(folder, i, layer_norms(i, has_norms), state)
     return {"layers": count, "qk_norms": has_norms} | sizes
+
+
+def _masks(
+    folder: ForeignFolder,
+    config: _Settings,
+    width: int,
+    state: dict[str, Tensor],
+    given: dict[str, Any],
+) -> dict[str, Any]:
+    """Moves the states f32[width] of P-EAGLE's mask rows into `state`, and returns the fields that
+    mask rows have; `norm_output` changes nothing, for no row reads another one's output."""
+    if "norm_output" in given:
+        raise UserError(
+            f"got --norm-output for {folder.path}, a P-EAGLE drafter, expected none: no row of it "
+            "reads another one's output"
+        )
+    hidden, token = folder.tensors.pop(MASK).float(), config.get("mask_token_id")
+    if hidden.numel() != width or hidden.dim() != 3:
+        raise UserError(
+            f"{folder.path}: got {MASK} of shape {list(hidden.shape)}, expected [1, 1, {width}]"
+        )
+    if type(token) is not int or token < 0:
+        raise UserError(
+            f"{folder.path}: got mask_token_id {token!r:.40} in the config, expected the id of "
+            "the token that mask rows read"
+        )
+    state[MASK] = hidden.flatten()
+    return {"num_masks": config.num_guesses() - 1, "mask_token_id": token}
 
 
 def _embedding(
@@ -376,7 +429,7 @@ def _other_readings(config: dict[str, Any], num_layers: int) -> dict[str, dict[s
         moved = [tap + step for tap in taps]
         if min(moved) >= 0 and max(moved) <= num_layers:
             found[f"--taps {','.join(map(str, moved))}"] = {"taps": moved}
-    for name in ("norm_output", "norm_before_residual"):
+    for name in [each for each in ("norm_output", "norm_before_residual") if each in config]:
         value = not config[name]
         found[f"--{name.replace('_', '-')} {'yes' if value else 'no'}"] = {name: value}
     return found

@@ -16,6 +16,7 @@ from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief, parse_json
 
 SHOWN = 3  # names that a message lists
+PARD = ("pard_token", "pard2_target_layers", "pard2")  # keys of configs
 MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a whole model
 
 
@@ -64,7 +65,8 @@ class ForeignFolder:
 def open_folder(path: Path) -> ForeignFolder:
     """Returns what a folder holds.
 
-    Raises UserError if a file is missing or damaged; pickled files may hold tensors only.
+    Raises UserError if a file is missing or damaged, and UnsupportedModelError, before weights are
+    read, for PARD's drafters; pickled files may hold tensors only.
     """
     try:
         config = parse_json((path / "config.json").read_bytes())
@@ -72,6 +74,12 @@ def open_folder(path: Path) -> ForeignFolder:
         raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
+    pard = next((key for key in PARD if key in config), None)
+    if pard is not None:
+        raise UnsupportedModelError(
+            f"{path}: got {pard} in the config, a drafter of PARD, expected another kind: a whole "
+            "language model that guesses through mask tokens in one pass is not supported yet"
+        )
     heads = [path / name for name in HEADS if (path / name).is_file()]
     files = heads[:1] or weight_files(path, None)
     tensors = {

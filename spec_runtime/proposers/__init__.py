@@ -31,6 +31,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,
     "eagle3": FeatureProposer.open,
+    "peagle": OnePassProposer.open,
     "draft_model": DraftModelProposer.open,
     "medusa": OnePassProposer.open,
     "amphista": OnePassProposer.open,

@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "eagle": {"feature_noise": 0.0},
     "eagle3": {"taps": (0, 2, 3)},
+    "peagle": {"taps": (0, 2, 3)},
     "semi_autoregressive": {"head_width": 128},  # large enough for every product to be quantised
     "skip_layer": {"layers": 1},
 }

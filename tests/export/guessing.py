@@ -79,7 +79,8 @@ def _check_one_pass(
     batch = make_batch((24,), width_of(drafter))
     log_q_RKV = every_log_q(drafter, batch)
     K, C = drafter.runtime_config()["num_guesses"], drafter.config.top_k
-    for t, got in _guesses_by_chunk(drafter, model, folder, form, batch):
+    feature_TF = features_of(batch)[0].numpy()
+    for t, got in guesses_by_chunk(drafter, model, folder, form, batch, feature_TF):
         assert got["guess_ids"].shape == (K, C)
         apart = check_guesses(got["guess_ids"], got["guess_log_probs"], log_q_RKV[t])
         assert of_rows(apart) <= tolerance, (form, t)
@@ -90,12 +91,12 @@ def _check_one_pass(
             assert np.abs(got["pair_log_probs"] - pair_KCC).max() <= TOLERANCE
 
 
-def _guesses_by_chunk(
-    drafter: Any, model: ir.Model, folder: Path, form: str, batch: Batch
+def guesses_by_chunk(
+    drafter: Any, model: ir.Model, folder: Path, form: str, batch: Batch, feature_TF: np.ndarray
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Feeds the pairs of a sequence in chunks of uneven size, with mask rows after each as scratch.
     Gives each chunk's last row and what the graph guesses there."""
-    token_T, feature_TF = batch.token_BT[0].numpy(), features_of(batch)[0].numpy()
+    token_T = batch.token_BT[0].numpy()
     config, outputs, t = drafter.config, drafter.output_names(), -1
     K = getattr(config, "num_masks", 0)
     mask_ids = VOCAB + np.arange(K)

@@ -1,6 +1,6 @@
-"""EAGLE-3 as others publish it: its tensors by their names, and the forward pass in plain torch.
+"""EAGLE-3 and P-EAGLE as others publish them: tensors by name, forward passes in plain torch.
 
-It is written after the published definition of the model, and shares no code with ours.
+They are written after the published definitions of the models, and share no code with ours.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def published_state(drafter: Any) -> State:
         state |= {f"fc_norm.{i}.weight": fusion.norm[i] for i in range(len(config.taps))}
     if config.norm_before_fc:
         state["input_norm.weight"] = fusion.norm
+    if hasattr(config, "mask_token_id"):
+        state["mask_hidden"] = drafter.mask_hidden.view(1, 1, -1)
     H, G, Dh = drafter.dims.num_heads, drafter.dims.num_kv_heads, drafter.dims.head_dim
     for i, layer in enumerate(drafter.layers):
         q, k, v = layer.qkv.T.split((H * Dh, G * Dh, G * Dh))
@@ -74,10 +76,18 @@ class Published:
         T, rows, outputs = len(fused_TD), list(fused_TD), []
         for level in range(num_levels):
             ids = list(tokens[1 : T + 1 + level])
-            outputs.append(self._run(torch.stack(rows), self.state["embed_tokens.weight"][ids]))
+            embedding = self.state["embed_tokens.weight"][ids]
+            outputs.append(self._run(torch.stack(rows), embedding)[-1])
             is_normed = self.config.norm_output
             rows.append(self.norm(outputs[-1], "norm") if is_normed else outputs[-1])
         return outputs
+
+    def group(self, fused_TD: Tensor, tokens: Sequence[int], num_masks: int) -> Tensor:
+        """Returns P-EAGLE's output rows [K + 1, D] of the last pair and of K masks after it."""
+        hidden = self.state["mask_hidden"].flatten().chunk(len(self.config.taps))
+        rows = torch.cat((fused_TD, self.fused(hidden).expand(num_masks, -1)))
+        ids = [*tokens[1 : len(fused_TD) + 1], *[self.config.mask_token_id] * num_masks]
+        return self._run(rows, self.state["embed_tokens.weight"][ids])[-1 - num_masks :]
 
     def log_q(self, output: Tensor) -> Tensor:
         """Returns log-probabilities over the draft vocabulary."""
@@ -95,7 +105,7 @@ class Published:
             read = self.norm(x, f"{name}.post_attention_layernorm")
             gate, up = (self.linear(read, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
             x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
-        return x[-1]
+        return x
 
     def _attention(self, read: Tensor, name: str) -> Tensor:
         T, d = len(read), self.dims

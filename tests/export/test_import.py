@@ -1,4 +1,4 @@
-"""Imports EAGLE-3 drafters that lie as their libraries write them, and refuses what is not one."""
+"""Imports EAGLE-3 and P-EAGLE drafters as their libraries write them, and refuses others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spec_export import make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.cli import main
 from spec_export.decoder import Backbone
-from spec_export.drafters import eagle3
+from spec_export.drafters import eagle3, peagle
 from spec_export.drafters.layers import Batch
 from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
@@ -166,6 +166,34 @@ def random_drafter(backbone: Backbone, options: dict[str, Any]) -> eagle3.Drafte
     return drafter
 
 
+PEAGLE: dict[str, Any] = {
+    **{"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]},
+    **{"mask_token_id": 9, "draft_vocab_size": len(IDS), "embed_requires_grad": True},
+    **{"norm_before_fc": True, "norm_output": True, "fc_norm": False},
+    "eagle_aux_hidden_state_layer_ids": [1, 4, N],
+    "speculators_config": {
+        "algorithm": "peagle",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+    },
+    "transformer_layer_config": LAYER
+    | {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": THETA}, "head_dim": 8},
+}
+
+
+def write_peagle(folder: Path, llama: Path) -> tuple[Path, peagle.Drafter]:
+    """Returns a folder as speculators writes it, and the drafter that is in it."""
+    torch.manual_seed(4)
+    config = peagle.Config(
+        taps=(1, 4, N), layers=2, num_masks=3, mask_token_id=9, norm_before_fc=True,
+        own_embedding=True, rope={"rope_theta": THETA}, norm_eps=1e-5,
+    )  # fmt: skip
+    drafter = peagle.Drafter(config, target.ends(backbone_of(llama)[1]), IDS)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return write(folder, PEAGLE, published_state(drafter) | OFFSETS), drafter
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -231,12 +259,12 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
                 torch.testing.assert_close(log_probs[t, k], expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["plain", "trained", "qwen3"])
+@pytest.mark.parametrize("name", ["plain", "trained", "qwen3", "peagle"])
 def test_what_speculators_wrote_guesses_as_speculators_does(
     name: str, llama: Path, tmp_path: Path
 ) -> None:
     """Files and logits are of the library itself, see written_by_speculators/write.py: levels 0 to
-    2 within 1e-4, where its rows still read true tokens."""
+    2 within 1e-4, where its rows still read true tokens, or P-EAGLE's guesses."""
     folder = Path(__file__).parent / "written_by_speculators" / name
     out = run(str(folder), str(llama), tmp_path / "out", is_measured=False)
     _, backbone = backbone_of(llama)
@@ -255,6 +283,74 @@ def test_what_speculators_wrote_guesses_as_speculators_does(
             1, torch.searchsorted(IDS, ids[rows, k].contiguous())
         )
         torch.testing.assert_close(log_probs[rows, k], expected, rtol=0, atol=1e-4)
+
+
+def test_a_drafter_with_masks_guesses_as_published(llama: Path, tmp_path: Path) -> None:
+    """All guesses of what was imported, against the published forward pass, within 1e-4."""
+    folder, drafter = write_peagle(tmp_path / "x", llama)
+    report = Lines()
+    out = run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
+    assert report.lines[0].startswith("x: speculators's peagle; ")
+    assert report.warnings == []
+    hf_model, backbone = backbone_of(llama)
+    module = load_module(load_drafter(out), backbone.config, target.ends(backbone))
+    assert module.config.num_guesses == 4
+    token_T = torch.arange(3, 15) * 7 % VOCAB
+    published = Published(drafter, THETA)
+    with torch.no_grad():
+        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
+        ids, log_probs = (x[0] for x in module.guesses(batch, len(IDS)))
+        fused = published.fused([tap[0] for tap in states[1:]])
+        for t in range(11):
+            rows = published.group(fused[: t + 1], token_T.tolist(), 3)
+            expected = published.log_q(rows).gather(1, torch.searchsorted(IDS, ids[t]))
+            torch.testing.assert_close(log_probs[t], expected, rtol=0, atol=1e-4)
+
+
+def test_an_imported_drafter_with_masks_changes_no_token(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build imports and measures it itself, beside an int8 target."""
+    monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
+    folder, _ = write_peagle(tmp_path / "x", llama)
+    out = tmp_path / "bundle"
+    options: Any = {"model": str(llama), "drafter_checkpoints": [folder], "precision": "int8"}
+    require_lossless(make_bundle.build(BuildOptions(out=out, **options)), ["peagle"])
+
+
+PEAGLE_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no masks": ({}, {"mask_hidden": None}, "'peagle' without weights mask_hidden, expected"),
+    "masks of other taps": (
+        {}, {"mask_hidden": torch.ones(1, 1, 64)}, r"mask_hidden of shape \[1, 1, 64\], expected",
+    ),
+    "no mask token": ({"mask_token_id": None}, {}, "got mask_token_id None in the config"),
+    "a mask token of nobody": (
+        {"mask_token_id": VOCAB}, {}, f"got mask_token_id {VOCAB}, expected one of the target's",
+    ),
+    "no number of guesses": ({"speculators_config": {}}, {}, "got speculative_tokens None in the"),
+    "another tensor": ({}, {"mask_bias": torch.ones(1)}, "got mask_bias, which no drafter"),
+    "an unknown key": ({"residual_scale": 0.5}, {}, "got residual_scale 0.5 in the config, a key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PEAGLE_REFUSED)
+def test_other_drafters_with_masks_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
+    config, tensors, message = PEAGLE_REFUSED[case]
+    _, drafter = write_peagle(tmp_path / "right", llama)
+    whole = published_state(drafter) | OFFSETS | tensors
+    kept = {name: tensor for name, tensor in whole.items() if tensor is not None}
+    folder = write(tmp_path / "x", PEAGLE | config, kept)
+    with pytest.raises(UserError, match=message) as raised:
+        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_masks_leave_nothing_to_decide_about_outputs(llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_peagle(tmp_path / "x", llama)
+    with pytest.raises(UserError, match=r"got --norm-output for .*, a P-EAGLE drafter, expected"):
+        run(str(folder), str(llama), tmp_path / "out", Overrides(norm_output=True))
 
 
 def test_an_imported_drafter_changes_no_token(
@@ -316,9 +412,10 @@ def test_a_wrong_tap_is_found_and_named(
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another kind of speculators": (
-        {"speculators_model_type": "peagle"}, {}, "got speculators_model_type 'peagle'",
+        {"speculators_model_type": "mlp"}, {}, "got speculators_model_type 'mlp'",
     ),
-    "parallel": ({}, {"mask_hidden": torch.ones(1)}, "a P-EAGLE drafter"),
+    "PARD": ({"pard_token": 5}, {}, "got pard_token in the config, a drafter of PARD, expected"),
+    "masks of another library": ({}, {"mask_hidden": torch.ones(1)}, "None with weights mask_hid"),
     "ModelOpt's heads": ({}, {"parallel_draft_heads.0.x": torch.ones(1)}, "parallel heads"),
     "a tensor": ({}, {"layers.0.gate.weight": torch.ones(1)}, r"got layers\.0\.gate\.weight"),
     "biases": ({"attention_bias": True}, {}, "got attention_bias True in the config, expected Fal"),

@@ -42,6 +42,7 @@ OPTIONS = {
     "parallelspec+token": 'taps = [1]\nmask_feature = "anchor"\nmask_reads_token = true',
     "hydra": "prefix_layer = true",
     "eagle3": "taps = [1, 2]\nfc_norm = true\nnorm_output = true",
+    "peagle": "taps = [1, 2]\nnorm_before_fc = true\nmask_token_id = 5",
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",
 }
