@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,20 @@ from spec_export.decoder import Backbone
 from spec_export.decoder_config import own_rotary_table
 from spec_export.foreign import medusa
 from spec_export.foreign.eagle3 import layer_norms
+from spec_export.foreign.folder import SEARCH, SEARCH_KEY
 from spec_export.foreign.parts import layer_names
+from spec_export.loading.files import HEADS
 from spec_export.report import SILENT, Report
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import replacing_folder, require_replaceable
 
-FORMS = {"speculators": "eagle3", "native": "eagle3", "vllm-medusa": "medusa"}
+# The drafters that a form can hold.
+FORMS = {
+    "speculators": ("eagle3",),
+    "native": ("eagle3", "medusa"),
+    "vllm-medusa": ("medusa",),
+}
 NO_FORM = {
     "amphista": "no published form has its attention between heads",
     "draft_model": "it borrows the target's embedding and head through products of its own",
@@ -48,6 +56,7 @@ class Exported:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    weights_file: str = "model.safetensors"
 
 
 def run(checkpoint: str, form: str, model: str | None, out: Path, report: Report = SILENT) -> Path:
@@ -66,8 +75,11 @@ def run(checkpoint: str, form: str, model: str | None, out: Path, report: Report
         hf_model, _ = target.load(source)
     backbone = Backbone.from_transformers(hf_model)
     module = load_module(saved, backbone.config, target.ends(backbone))
-    if form == "vllm-medusa":
-        exported = _medusa(module, backbone)
+    if saved.name == "medusa":
+        if form == "native":
+            exported = _native_medusa(module, f"{saved.path}, as {form}", model)
+        else:
+            exported = _medusa(module, backbone)
     else:
         write = _speculators if form == "speculators" else _native
         exported = write(_Eagle3(module, backbone, f"{saved.path}, as {form}"))
@@ -76,7 +88,8 @@ def run(checkpoint: str, form: str, model: str | None, out: Path, report: Report
             "name_or_path": model if source.kind in ("hub", "folder") else None,
             "architectures": [type(hf_model).__name__],
         }
-    _write(exported, out)
+    search = {name: getattr(module.config, name, None) for name in SEARCH}
+    _write(exported, {name: each for name, each in search.items() if each is not None}, out)
     if saved.bigrams is not None:
         report.line("its table of bigrams is left out: the form has no place for it")
     report.line("the engines that read this form draft chains, whose accepted length is shorter")
@@ -91,10 +104,14 @@ def _saved(checkpoint: str, model: str | None) -> SavedDrafter:
 
 def _require_form(saved: SavedDrafter, form: str) -> None:
     """Raises UnsupportedModelError if a drafter of this kind has no such form."""
-    reason, forms = NO_FORM.get(saved.name), [f for f, kind in FORMS.items() if kind == saved.name]
+    reason, forms = (
+        NO_FORM.get(saved.name),
+        [f for f, kinds in FORMS.items() if saved.name in kinds],
+    )
     if not forms:
+        known = ", ".join(sorted({*chain(*FORMS.values())}))
         raise UnsupportedModelError(
-            f"got drafter {saved.name}, expected one of {', '.join(sorted(set(FORMS.values())))}: "
+            f"got drafter {saved.name}, expected one of {known}: "
             f"{reason or 'others have no form for it'}"
         )
     if form not in forms:
@@ -108,8 +125,9 @@ def _nothing(folder: Path) -> set[str] | None:
     return None
 
 
-def _write(exported: Exported, out: Path) -> None:
-    """Writes the folder whole or not at all, in bfloat16 if that loses nothing."""
+def _write(exported: Exported, search: dict[str, int], out: Path) -> None:
+    """Writes the folder whole or not at all, in bfloat16 if that loses nothing, with `search` for
+    our own import."""
     floats = [each for each in exported.tensors.values() if each.is_floating_point()]
     is_exact = all(torch.equal(each, each.bfloat16().float()) for each in floats)
     dtype = torch.bfloat16 if is_exact else torch.float32
@@ -121,8 +139,9 @@ def _write(exported: Exported, out: Path) -> None:
     with replacing_folder(out, _nothing, "an empty folder") as folder:
         text = json.dumps(config, indent=2)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-        weights = folder / "model.safetensors"
-        safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+        weights = folder / exported.weights_file
+        about = {"format": "pt", SEARCH_KEY: json.dumps(search)}
+        safetensors.torch.save_file(tensors, weights, about)
         shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody else read it
 
 
@@ -302,3 +321,36 @@ def _medusa(module: Any, backbone: Backbone) -> Exported:
         "medusa_fc_bias": config.bias,
     }
     return Exported(about, tensors)
+
+
+def _native_medusa(module: Any, where: str, model: str | None) -> Exported:
+    """Returns heads as Medusa's authors read them: with biases, which may be 0, all tokens, and one
+    block a head, which is run again for each further one."""
+    config = module.config
+    if len(module.head_VD) < len(module.embed_VD):
+        raise UnsupportedModelError(
+            f"{where}: got guesses among {len(module.head_VD)} tokens, expected all "
+            f"{len(module.embed_VD)}: it has no such form"
+        )
+    tensors: dict[str, Tensor] = {}
+    for i, blocks in enumerate(module.blocks):
+        first = blocks[0].state_dict()
+        for j, block in enumerate(blocks):
+            if not all(torch.equal(each, first[part]) for part, each in block.state_dict().items()):
+                raise UnsupportedModelError(
+                    f"{where}: got num_layers {config.num_layers} of weights of their own, "
+                    "expected 1, or the same weights in all: it has no such form"
+                )
+            weight = block.weight.detach().float()
+            bias = torch.zeros(len(weight)) if block.bias is None else block.bias.detach().float()
+            tensors |= {f"{i}.{j}.linear.weight": weight.T, f"{i}.{j}.linear.bias": bias}
+        if module.output_heads:
+            tensors[f"{i}.{config.num_layers}.weight"] = module.output_heads[i].detach().float()
+    about: dict[str, Any] = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": model,
+    }
+    if config.heads == "shared":
+        about["version"] = "2"
+    return Exported(about, tensors, HEADS[0])

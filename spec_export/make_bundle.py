@@ -49,7 +49,12 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:
         with tempfile.TemporaryDirectory() as imported:
             ours = _with_imported(options, source, Path(imported), report)
-            saved = drafters.choose(ours, source)
+            # messages name what was given, not a folder that is gone
+            given = dict(zip(ours.drafter_checkpoints, options.drafter_checkpoints, strict=True))
+            saved = [
+                replace(each, path=given.get(each.path, each.path))
+                for each in drafters.choose(ours, source)
+            ]
         plan_builder = plans.open_builder(options, replaced=out)
         for drafter in saved:
             drafters.warn_of_doubts(drafter, source, report)

@@ -151,6 +151,11 @@ def test_faults_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
             ["build", "--model", str(tmp_path / model)]
             for model in ("broken", "weightless", "graphs", "lost", "pissa")
         ),
+        *(
+            [*verb, "--target", str(tmp_path / model), "--out", str(tmp_path / "new")]
+            for verb in (["import", "org/drafter"], ["export", "medusa", "--format", "native"])
+            for model in ("nowhere", "unknown", "a.gguf")
+        ),
         ["build", "--drafter", "eagel"],
         ["build", "--drafter-checkpoint", runs],
         ["build", "--draft-model", str(tmp_path / "nowhere")],

@@ -23,8 +23,8 @@ def command(
         Form,
         typer.Option(
             "--format",
-            help="speculators (vLLM) or native (EAGLE's authors) for eagle3, vllm-medusa for "
-            "medusa",
+            help="speculators (vLLM) for eagle3, vllm-medusa for medusa, native (their authors) "
+            "for both",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="A new folder")],

@@ -44,6 +44,7 @@ Target = Annotated[
         "--target",
         help="Hugging Face folder, hub id or GGUF file of the target",
         show_default="the built-in demo",
+        callback=require_model,
     ),
 ]
 Model = Annotated[

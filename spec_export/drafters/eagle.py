@@ -51,7 +51,8 @@ class Config(Checked):
     `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `normalise` norms
     feature and embedding with gains of their own before fc mixes them. `feature_noise` (EAGLE has
     0.2) is uniform in ± noise / 2 · 512 / sequence length. Without `input_norm` the first layer's
-    attention reads what fc makes, as in EAGLE's own files. `rope` are parameters of a rotary
+    attention reads what fc makes, as in EAGLE's own files. With `qkv_bias` queries, keys and values
+    have biases, as in EAGLE's files for Qwen2. `rope` are parameters of a rotary
     embedding as transformers writes them, else the target's; so are sizes, where they are not its.
     """
 
@@ -60,6 +61,7 @@ class Config(Checked):
     max_width: AtLeastOne = 8
     normalise: bool = False
     input_norm: bool = True
+    qkv_bias: bool = False
     rope: dict[str, Any] | None = None
     intermediate_size: AtLeastOne | None = None
     num_heads: AtLeastOne | None = None
@@ -91,7 +93,7 @@ class Drafter(RolloutDrafter):
         self.fc = fusion(2, D)
         self.fc_bias = nn.Parameter(torch.zeros(D))
         self.layers = nn.ModuleList(
-            DecoderLayer(self.dims, input_norm=config.input_norm or i > 0)
+            DecoderLayer(self.dims, input_norm=config.input_norm or i > 0, has_bias=config.qkv_bias)
             for i in range(config.layers)
         )
         for layer in self.layers:

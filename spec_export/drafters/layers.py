@@ -346,12 +346,14 @@ class DecoderLayer(nn.Module):
     graph wants them.
 
     num_inputs: rows of D that its attention reads side by side. qk_norms: queries and keys are
-    normed over each head before the rotation. input_norm: attention reads normed rows.
+    normed over each head before the rotation. input_norm: attention reads normed rows. has_bias:
+    queries, keys and values have one.
     """
 
     attention_norm: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
+    qkv_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -359,6 +361,7 @@ class DecoderLayer(nn.Module):
         num_inputs: int = 1,
         qk_norms: bool = False,
         input_norm: bool = True,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.dims = dims
@@ -374,6 +377,7 @@ class DecoderLayer(nn.Module):
         for name in ("q_norm", "k_norm"):
             ones = nn.Parameter(torch.ones(dims.head_dim)) if qk_norms else None
             self.register_parameter(name, ones)
+        self.qkv_bias = nn.Parameter(torch.zeros(qkv)) if has_bias else None
 
     def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
         """Copies one of the target's own layers; `tensors` has this module's parameter names.
@@ -408,7 +412,10 @@ class DecoderLayer(nn.Module):
     def heads(self, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what `project_qkv` does, of what the product reads."""
         d = self.dims
-        heads = (read @ self.qkv).unflatten(-1, (-1, d.head_dim))
+        product = read @ self.qkv
+        if self.qkv_bias is not None:
+            product = product + self.qkv_bias
+        heads = product.unflatten(-1, (-1, d.head_dim))
         q, k, v = heads.split((d.num_heads, d.num_kv_heads, d.num_kv_heads), dim=-2)
         return self.normed(q, self.q_norm), self.normed(k, self.k_norm), v
 
@@ -436,7 +443,8 @@ class DecoderLayer(nn.Module):
             None if gain is None else decoder.RMSNorm(gain, eps)
             for gain in (self.attention_norm, self.q_norm, self.k_norm)
         )
-        qkv, out = decoder.Projection(self.qkv.t()), decoder.Projection(self.out.t())
+        qkv = decoder.Projection(self.qkv.t(), self.qkv_bias)
+        out = decoder.Projection(self.out.t())
         return decoder.Layer(
             attention_norm,
             decoder.Attention(config, qkv, out, q_norm, k_norm),

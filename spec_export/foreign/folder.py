@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 
 from spec_export.loading.files import HEADS, weight_files
@@ -15,6 +16,9 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief, parse_json
 
+# Settings that change what is drafted and no weight, and what our `export` calls them in the
+# metadata of a safetensors file, which other readers pass over.
+SEARCH, SEARCH_KEY = ("num_guesses", "max_width", "top_k"), "specsplit.search"
 SHOWN = 3  # names that a message lists
 PARD = ("pard_token", "pard2_target_layers", "pard2")  # keys of configs
 MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a whole model
@@ -33,6 +37,24 @@ class ForeignFolder:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     is_whole_model: bool = False
+
+    def search(self) -> dict[str, int]:
+        """Returns how our `export` says that a drafter of ours is searched, by names of SEARCH;
+        nothing for files that others wrote."""
+        for file in self.files:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as opened:
+                    text = (opened.metadata() or {}).get(SEARCH_KEY, "{}")
+                try:
+                    found = parse_json(text.encode())
+                except ValueError as error:
+                    raise UserError(f"{file}: got {SEARCH_KEY} {brief(error)}") from error
+                if not isinstance(found, dict) or found.keys() - set(SEARCH):
+                    raise UserError(
+                        f"{file}: got {SEARCH_KEY} {text!r:.80}, expected {', '.join(SEARCH)}"
+                    )
+                return found
+        return {}
 
     def hashes(self) -> dict[str, str]:
         """Returns the SHA-256 of each file."""
@@ -93,15 +115,17 @@ def open_folder(path: Path) -> ForeignFolder:
 class Reading:
     """A drafter as it was read: our drafter's name, its config's fields and its weights.
 
-    said: what the reader decided, a line each. doubts: what the files do not tell; a wrong guess
-    there costs accepted tokens and raises no error. others: other readings of the same weights, in
-    words: the config's fields in which they differ.
+    source: what messages about its weights name. said: what the reader decided, a line each.
+    doubts: what the files do not tell; a wrong guess there costs accepted tokens and raises no
+    error. others: other readings of the same weights, in words: the config's fields in which they
+    differ.
     """
 
     format: str
     name: str
     config: dict[str, Any]
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    source: str = ""
     draft_token_ids: Tensor | None = None
     said: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spec_export.foreign.folder import ForeignFolder
 from spec_export.loading import gguf_header, gguf_weights
-from spec_export.loading.gguf_header import GGUFTensor
+from spec_export.loading.gguf_header import FREQS, GGUFTensor
 from spec_runtime.errors import UnsupportedModelError, UserError
 
 # A file's keys under eagle3. with the names that a config has, and those that tell nothing more.
@@ -47,6 +47,7 @@ NAMES = {
     "blk.0.ffn_up": "layers.0.mlp.up_proj",
     "blk.0.ffn_down": "layers.0.mlp.down_proj",
 }
+ANY_LENGTH = 1 << 24  # tokens; no context is longer
 PAIRED = {"blk.0.attn_q": "num_attention_heads", "blk.0.attn_k": "num_key_value_heads"}
 
 
@@ -69,13 +70,18 @@ def open_file(path: Path) -> ForeignFolder:
             config[KEYS[name]] = value
         elif name != key and name not in HARMLESS:
             raise UnsupportedModelError(f"{path}: got {key} {value!r:.40}: it is not supported")
-    if header.rope_factors:
+    factors = dict(header.rope_factors)
+    if FREQS in factors:
+        config["rope_parameters"] = _scaled_rotation(factors.pop(FREQS))
+    if factors:
         raise UnsupportedModelError(
-            f"{path}: got {min(header.rope_factors)}, factors of a scaled rotary embedding, which "
-            "are not supported: import the files that it was converted from"
+            f"{path}: got {min(factors)}, factors that depend on the context's length, which are "
+            "not supported: import the files that it was converted from"
         )
     tensors = {}
     for name, stored in header.tensors.items():
+        if name == FREQS:
+            continue
         stem = name.removesuffix(".weight")
         tensor = _read(stored)
         if stem in PAIRED:
@@ -86,7 +92,34 @@ def open_file(path: Path) -> ForeignFolder:
                     "expected the size of a head: others are not supported"
                 )
         tensors[f"{NAMES[stem]}.weight" if stem in NAMES else name] = tensor
+    if FREQS in header.rope_factors:
+        _require_factors(path, header.rope_factors[FREQS], config, tensors)
     return ForeignFolder(path, gguf_header.parts(path), config, tensors)
+
+
+def _scaled_rotation(factors: list[float]) -> dict[str, Any]:
+    """Returns rotary parameters by which each frequency is divided by its factor: longrope's with
+    the same factors at every length."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": ANY_LENGTH,
+        "attention_factor": 1.0,
+    }
+
+
+def _require_factors(
+    path: Path, factors: list[float], config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Raises UserError unless each pair of a head's numbers has a factor of more than 0."""
+    rows = len(tensors.get("layers.0.self_attn.q_proj.weight", ()))
+    expected = rows // config.get("num_attention_heads", 1) // 2
+    if len(factors) != expected or not min(factors) > 0:
+        raise UserError(
+            f"{path}: got {len(factors)} factors from {min(factors, default=0)} in {FREQS}, "
+            f"expected {expected} of more than 0"
+        )
 
 
 def _read(stored: GGUFTensor) -> Tensor:

@@ -80,6 +80,8 @@ def run(
         found: Reading = form.read(folder, backbone, overrides.given())
     except RuntimeError as error:  # torch joins no tensors of different widths
         raise UserError(f"{source}: got tensors that do not fit: {brief(error)}") from error
+    found.source = source
+    found.config |= folder.search()
     prints = target.fingerprint(ours)
     if folder.is_whole_model and target.fingerprint(theirs) != prints:
         found.doubts.append(
@@ -110,9 +112,12 @@ def run(
 def _module(found: Reading, backbone: Backbone) -> Any:
     """Returns the drafter; raises UserError, with their names, if tensors do not fit."""
     definition = drafters.load(found.name)
-    config = recipe.build_config(definition.Config, found.config, f"{found.name}'s config")
-    module = definition.Drafter(config, target.ends(backbone), found.draft_token_ids)
-    SavedDrafter(found.name, {}, dict(found.state), None, {}, Path(found.name)).load_into(module)
+    config = recipe.build_config(definition.Config, found.config, f"{found.source}'s config")
+    try:
+        module = definition.Drafter(config, target.ends(backbone), found.draft_token_ids)
+    except UserError as error:
+        raise type(error)(f"{found.source}: {error}") from error
+    SavedDrafter(found.name, {}, dict(found.state), None, {}, Path(found.source)).load_into(module)
     return module.eval()
 
 

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from spec_export.decoder import Backbone
 from spec_export.foreign.folder import ForeignFolder, Reading
-from spec_export.foreign.parts import require_nothing_given, unsupported
+from spec_export.foreign.parts import (
+    require_known_keys,
+    require_nothing_given,
+    unsupported,
+)
 from spec_runtime.errors import UserError
 
 SHOWS = "Medusa (0.0.linear.weight, alone or behind medusa_head., or blocks.0.layers.0.weight)"
@@ -24,6 +28,18 @@ SHOWS = "Medusa (0.0.linear.weight, alone or behind medusa_head., or blocks.0.la
 # the ids of the tokens that they guess, absent for all tokens.
 VLLM_BLOCK, VLLM_HEAD = "blocks.{}.layers.{}.{}", "lm_heads.{}.weight"
 VLLM_SHARED, VLLM_IDS = "lm_head.weight", "token_map"
+# Keys that change the forward pass, with the values that ours has. Others are refused.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "logit_scale": (1,),
+    "speculators_model_type": ("medusa",),
+}
+# Keys that are read, repeat what shapes tell, or are about trees and training.
+KNOWN = (
+    *("medusa_num_heads", "medusa_num_layers", "version", "num_heads", "medusa_fc_bias"),
+    *("original_lm_head", "truncated_vocab_size", "medusa_hidden_size", "medusa_vocab_size"),
+    *("medusa_choices", "max_paths", "topk", "max_seq_len", "num_lookahead_tokens"),
+)
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 _HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 
@@ -47,6 +63,11 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     """
     require_nothing_given(folder, given, "Medusa")
     config, is_own, ids = folder.config, not is_vllms(folder), None
+    if not folder.is_whole_model:  # whose config is the target's
+        for name, values in ONLY.items():
+            if config.get(name) is not None and config[name] not in values:
+                raise unsupported(folder, name, config[name], str(values[0]))
+        require_known_keys(folder, config, {*ONLY, *KNOWN})
     if not is_own:
         ids = _rename_vllms(folder, backbone)
     has_bias = is_own or bool(config.get("medusa_fc_bias"))
@@ -108,8 +129,6 @@ def _rename_vllms(folder: ForeignFolder, backbone: Backbone) -> Tensor | None:
     heads guess, rising, None for all. One matrix for all heads is left out if it is the target's.
     """
     config, tensors, V = folder.config, folder.tensors, backbone.config.vocab_size
-    if config.get("logit_scale") not in (None, 1):
-        raise unsupported(folder, "logit_scale", config["logit_scale"], "1")
     first = VLLM_HEAD.format(0)
     if config.get("original_lm_head") and first in tensors:
         tensors[VLLM_SHARED] = tensors.pop(first)

@@ -60,6 +60,10 @@ def eagle_state(config: dict[str, Any], has_bias: bool) -> State:
         state[f"layers.{i}.post_attention_layernorm.weight"] = 1 + torch.randn(D) * 0.2
         if i:
             state[f"layers.{i}.input_layernorm.weight"] = 1 + torch.randn(D) * 0.2
+        if config.get("qkv_bias"):
+            for part in "qkv":
+                rows = len(state[f"layers.{i}.self_attn.{part}_proj.weight"])
+                state[f"layers.{i}.self_attn.{part}_proj.bias"] = torch.randn(rows) * 0.5
     return state | ({"fc.bias": torch.randn(D) * 0.2} if has_bias else {})
 
 
@@ -102,7 +106,11 @@ class PublishedEagle:
 
     def _attention(self, read: Tensor, name: str) -> Tensor:
         R, H, G = len(read), self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        parts = [self._linear(read, f"{name}.self_attn.{part}_proj") for part in "qkv"]
+        parts = [
+            self._linear(read, f"{name}.self_attn.{part}_proj")
+            + self.state.get(f"{name}.self_attn.{part}_proj.bias", torch.zeros(1))
+            for part in "qkv"
+        ]
         Dh = parts[0].shape[1] // H
         q, k, v = (part.view(R, -1, Dh).transpose(0, 1) for part in parts)
         frequency = self.config.get("rope_theta", 10000.0) ** -(torch.arange(0, Dh, 2) / Dh)

@@ -164,6 +164,7 @@ def test_noise_is_seeded_and_as_large_as_eagles() -> None:
         ({"normalise": True}, None),
         ({"layers": 2, "normalise": True}, TRIMMED),
         ({"layers": 2, **OWN}, TRIMMED),
+        ({"layers": 2, "qkv_bias": True}, TRIMMED),
     ],
 )
 def test_the_graph_guesses_as_the_module_does_along_a_tree(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from published_heads import medusa_log_q
 from tiny_backbone import LLAMA3, YARN, longrope
 from tiny_target import save_llama
 
@@ -25,8 +26,7 @@ from spec_runtime.errors import UserError
 N, VOCAB = 8, 98  # layers and tokens of the target
 IDS = torch.arange(0, VOCAB, 2)  # the draft vocabulary
 DEFAULT_TAPS = (2, N // 2, N - 3)
-# What a form does not say: how we search, and how the drafter was trained.
-OURS = ("max_width", "num_guesses", "top_k", "soft_weight", "ttt_steps", "decay")
+OURS = ("soft_weight", "ttt_steps", "decay")  # what no form says: how it was trained
 SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps")
 
 
@@ -109,7 +109,7 @@ TRIPS: dict[str, tuple[str, torch.Tensor | None, dict[str, Any]]] = {
     ),
     "LLaMA 3's rotation": ("speculators", IDS, {"rope": LLAMA3}),
     "YaRN": ("speculators", IDS, {"rope": YARN}),
-    "native": ("native", IDS, {"rope": ROPE}),
+    "native": ("native", IDS, {"rope": ROPE, "num_guesses": 7, "max_width": 3, "top_k": 4}),
     "native, the whole vocabulary": ("native", None, {}),
     "native and of another width": (
         "native",
@@ -252,6 +252,65 @@ def test_vllm_reads_medusas_heads(
         assert again.config[name] == saved.config[name], name
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": "own", "bias": True, "top_k": 7},
+        {"num_heads": 2, "num_layers": 2},  # of the same weights, as its authors' heads have them
+    ],
+)
+def test_medusas_authors_read_its_heads(
+    options: dict[str, Any], save: Save, llama: Path, tmp_path: Path
+) -> None:
+    """Its own forward pass gives the same log-probabilities, within 1e-5; what is imported again
+    has the same weights, beside biases of 0 for none."""
+    folder, drafter = save("medusa", None, **options)
+    with torch.no_grad():
+        for first, *others in drafter.blocks:
+            for block in others:
+                block.load_state_dict(first.state_dict())
+    folder = save_drafter(
+        folder, drafter.state_dict(), "medusa", drafter.config, {}, None, dtype=torch.float32
+    )
+    export_drafter.run(str(folder), "native", str(llama), tmp_path / "out")
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {
+        "config.json", "medusa_lm_head.safetensors",
+    }  # fmt: skip
+    state = safetensors.torch.load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
+    row_D, config = torch.randn(32), drafter.config
+    with torch.no_grad():
+        expected = torch.log_softmax(drafter.logits(drafter.blocks_of(row_D[None]))[0], -1)
+    got = medusa_log_q(state, config.num_layers, row_D, drafter.head_VD)
+    torch.testing.assert_close(torch.stack(got), expected, rtol=0, atol=1e-5)
+    again = load_drafter(
+        importer.run(str(tmp_path / "out"), str(llama), tmp_path / "again", is_measured=False)
+    )
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state[name], tensor), name
+    left = again.state.keys() - drafter.state_dict().keys()
+    assert all(name.endswith("bias") and not again.state[name].any() for name in left)
+    assert bool(left) is not config.bias
+    for name in ("num_heads", "num_layers", "heads", "top_k"):
+        assert again.config[name] == getattr(config, name), name
+
+
+def test_medusas_authors_have_one_block_for_a_head(save: Save, llama: Path, tmp_path: Path) -> None:
+    folder, _ = save("medusa", None, num_layers=2)
+    with pytest.raises(UserError, match="as native: got num_layers 2 of weights of their own"):
+        export_drafter.run(str(folder), "native", str(llama), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ['{"rope": 1}', "[]", "{", '{"top_k": "x"}', '{"top_k": 0}'])
+def test_a_faulty_search_is_refused(text: str, save: Save, llama: Path, tmp_path: Path) -> None:
+    folder, _ = save("medusa", IDS)
+    _, tensors = export(folder, "vllm-medusa", llama, tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    safetensors.torch.save_file(tensors, weights, {"format": "pt", "specsplit.search": text})
+    with pytest.raises(UserError, match=r"specsplit\.search|top_k"):
+        importer.run(str(tmp_path / "out"), str(llama), tmp_path / "again", is_measured=False)
+
+
 def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Replaces keys and tensors of what was exported."""
     known = json.loads((folder / "config.json").read_text())
@@ -306,8 +365,9 @@ def test_other_heads_of_vllm_are_refused_by_name(
 
 
 def test_every_drafter_has_forms_or_a_reason() -> None:
-    assert {*export_drafter.NO_FORM, *export_drafter.FORMS.values()} == set(drafters.trainable())
-    assert not set(export_drafter.NO_FORM) & set(export_drafter.FORMS.values())
+    held = {name for names in export_drafter.FORMS.values() for name in names}
+    assert {*export_drafter.NO_FORM, *held} == set(drafters.trainable())
+    assert not set(export_drafter.NO_FORM) & held
 
 
 def test_the_command(
@@ -322,7 +382,7 @@ def test_the_command(
     hydra, _ = save("hydra", IDS)
     for words, message in (
         ([*arguments, "--format", "vllm-medusa"], "holds other files"),
-        ([*arguments, "--format", "native"], "got format native for drafter medusa, expected vllm"),
+        ([*arguments, "--format", "native"], "got guesses among 49 tokens, expected all 98"),
         (["export", str(hydra), *arguments[2:], "--format", "native"], "got drafter hydra, expec"),
     ):
         if words[-1] == "native":

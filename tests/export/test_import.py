@@ -442,13 +442,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {}, {"midlayer.self_attn.k_proj.weight": torch.ones(16, 60)}, "tensors that do not fit",
     ),
     "gates of another height": (
-        {}, {"midlayer.mlp.gate_proj.weight": torch.ones(47, 32)}, r"gate_up|inner|down",
+        {}, {"midlayer.mlp.gate_proj.weight": torch.ones(47, 32)}, r"^\S+/x\b.*gate_up",
     ),
     "a map of pairs": ({}, {"d2t": torch.zeros(49, 2, dtype=torch.int64)}, "got a map d2t that is"),
     "a short map": ({}, {"t2d": torch.ones(49, dtype=torch.bool)}, "d2t and t2d of different"),
     "maps that differ": ({}, {"t2d": ~OFFSETS["t2d"]}, "d2t and t2d of different tokens"),
     "a rotary embedding": (
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "got rotary embedding 'dynamic'",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {},
+        r"^\S+/x: got rotary embedding 'dynamic'",
     ),
 }  # fmt: skip
 
@@ -513,15 +514,32 @@ def test_the_command(
 
 GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scaling": ({"rope.scaling.type": "yarn"}, {}, r"got eagle3\.rope\.scaling\.type 'yarn': it"),
-    "scaling by factors": (
-        {}, {"rope_freqs.weight": np.ones(4, np.float32)}, r"got rope_freqs\.weight, factors",
+    "scaling by length": (
+        {}, {"rope_factors_long.weight": np.ones(4, np.float32)}, r"got rope_factors_long\.weight",
     ),
+    "other factors": ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, "got 3 factors from 1"),
+    "no factors": ({}, {"rope_freqs.weight": np.zeros(4, np.float32)}, "got 4 factors from 0"),
     "part of a head turned": ({"rope.dimension_count": 4}, {}, "dimension_count 4, expected the"),
     "heads that do not fit": ({"attention.head_count": 5}, {}, "got 5 heads for the 32 rows of"),
     "another tensor": (
         {}, {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}, r"got blk\.0\.attn_q_norm\.we",
     ),
 }  # fmt: skip
+
+
+def test_a_gguf_files_factors_divide_the_frequencies(llama: Path, tmp_path: Path) -> None:
+    """llama.cpp writes them for LLaMA 3's rotation; tables within 1e-5."""
+    _, drafter = write_format(tmp_path, "GGUF", llama)
+    factors = np.array([1, 1.5, 4, 8], np.float32)
+    tensors = gguf_tensors(published_state(drafter)) | {"rope_freqs.weight": factors}
+    write_model(tmp_path / "scaled.gguf", "eagle3", tensors, GGUF_KEYS)
+    out = run(str(tmp_path / "scaled.gguf"), str(llama), tmp_path / "out", is_measured=False)
+    _, backbone = backbone_of(llama)
+    module = load_module(load_drafter(out), backbone.config, target.ends(backbone))
+    frequency = THETA ** -(torch.arange(0, 8, 2) / 8) / torch.from_numpy(factors)
+    angle = torch.outer(torch.arange(len(module.cos)).float(), frequency)
+    torch.testing.assert_close(module.cos, angle.cos(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.sin, angle.sin(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", GGUF_REFUSED)

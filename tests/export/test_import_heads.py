@@ -126,6 +126,7 @@ def test_heads_lie_in_the_files_of_a_whole_model(llama: Path, model: Any, tmp_pa
     [
         {"rope_theta": 300.0, "bias": True},
         {"num_hidden_layers": 2, "bias": False},
+        {"num_hidden_layers": 2, "bias": True, "qkv_bias": True},
     ],
 )
 def test_eagle_1_guesses_as_it_is_published(
@@ -146,6 +147,22 @@ def test_eagle_1_guesses_as_it_is_published(
             require_guesses(module, batch, k, t, log_q_V)
 
 
+def test_eagle_1_reads_gemmas_embedding_without_its_scale(tmp_path: Path) -> None:
+    """EAGLE looks tokens up in the target's table as it is stored, copied or not."""
+    gemma = save_llama(tmp_path / "gemma", family="gemma", head_dim=16, num_attention_heads=2)
+    model = target.load(target.resolve(str(gemma)))[0]
+    torch.manual_seed(1)
+    state, embed_VD = eagle_state(EAGLE, True), model.model.embed_tokens.weight.detach()
+    for name, stored in (("bare", {}), ("copied", {"embed_tokens.weight": embed_VD.clone()})):
+        source = write(tmp_path / name, EAGLE, state | stored, "model.safetensors")
+        module, batch, feature_TD = imported(source, gemma, model, tmp_path / f"{name}-out")
+        for k, row in enumerate(
+            PublishedEagle(state, EAGLE, embed_VD).levels(feature_TD[:7], TOKENS, 2)
+        ):
+            log_q_V = torch.log_softmax(model.lm_head.weight.detach() @ row, -1)
+            require_guesses(module, batch, k, 6, log_q_V)
+
+
 @pytest.fixture(scope="module")
 def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Returns a folder of each kind of drafter."""
@@ -154,6 +171,24 @@ def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     eagle = write(root / "eagle", EAGLE, eagle_state(EAGLE, True), "model.safetensors")
     heads = medusa_state(3, 1, D, VOCAB)
     return {"eagle": eagle, "medusa": write(root / "medusa", {}, heads, "medusa_lm_head.pt")}
+
+
+def test_a_build_names_what_was_given(
+    folders: dict[str, Path], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in which a build imports is gone when it loads the drafter."""
+    monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
+    save = importer.save_drafter
+
+    def save_all_but_one(out: Path, state: dict[str, Any], *rest: Any, **others: Any) -> Path:
+        return save(out, {key: state[key] for key in sorted(state)[1:]}, *rest, **others)
+
+    monkeypatch.setattr(importer, "save_drafter", save_all_but_one)
+    options = BuildOptions(
+        model=str(llama), drafter_checkpoints=[folders["medusa"]], out=tmp_path / "bundle"
+    )
+    with pytest.raises(UserError, match=rf"^{folders['medusa']}\b.*blocks\.0\.0\.bias"):
+        make_bundle.build(options)
 
 
 def test_an_imported_drafter_is_measured_and_changes_no_token(
@@ -177,9 +212,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "an input norm": (
         "eagle", {}, {"layers.0.input_layernorm.weight": torch.ones(D)}, "a norm before the first",
     ),
-    "biases": ("eagle", {"qkv_bias": True}, {}, "got qkv_bias True in the config, expected False"),
-    "biases among the tensors": (
-        "eagle", {}, {"layers.0.self_attn.q_proj.bias": torch.ones(D)}, "a bias in its attention",
+    "biases": ("eagle", {"qkv_bias": True}, {}, "got qkv_bias True in the config, and weights wit"),
+    "biases of queries only": (
+        "eagle", {}, {"layers.0.self_attn.q_proj.bias": torch.ones(D)}, "got no tensor layers.0.se",
+    ),
+    "other biases": ("eagle", {"attention_bias": True}, {}, "got attention_bias True"),
+    "biases of another width": (
+        "eagle", {"qkv_bias": True},
+        {f"layers.0.self_attn.{part}_proj.bias": torch.ones(D) for part in "qkv"}, "x.*qkv_bias",
     ),
     "a head": ("eagle", {}, {"lm_head.weight": torch.ones(VOCAB, D)}, "a head of its own"),
     "a tensor": ("eagle", {}, {"gate.weight": torch.ones(1)}, r"got gate\.weight, which no"),
@@ -190,6 +230,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "another target's fc": ("eagle", {}, {"fc.weight": torch.ones(40, 80)}, "got fc of 40 rows"),
     "an unknown key": ("eagle", {"alpha": 0.5}, {}, "got alpha 0.5 in the config, a key that is"),
     "an activation": ("eagle", {"hidden_act": "gelu"}, {}, "got hidden_act 'gelu'"),
+    "Medusa's unknown key": ("medusa", {"residual": 0.5}, {}, "got residual 0.5 in the config, a"),
+    "Medusa's activation": ("medusa", {"hidden_act": "gelu"}, {}, "got hidden_act 'gelu' in the"),
+    "Medusa's scale": ("medusa", {"logit_scale": 2.0}, {}, "got logit_scale 2.0 in the config"),
     "a head's bias": ("medusa", {}, {"0.1.bias": torch.ones(VOCAB)}, r"got 0\.1\.bias, which no"),
     "another target's heads": (
         "medusa", {}, {"0.0.linear.weight": torch.ones(40, 40)}, "expected the target's hidden",
