@@ -25,13 +25,15 @@ class Cache(Protocol):
     def length(self) -> int:
         """The number of committed rows, which is also the position of the next root."""
 
-    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
+    def place(
+        self, parent_N: np.ndarray, first: int = 0, block: int | None = None
+    ) -> dict[str, np.ndarray]:
         """Returns the feeds for N new nodes, at positions length + depth. Run the graph once then.
 
         There are always `position_ids` i64[1, N] and `mask` bool[1, 1, N, S] (True = attend): a
         node attends every committed row, its ancestors and itself. A node that is its own parent
         has no ancestors. The first `first` nodes were placed by earlier calls, and the feeds are
-        for the rest.
+        for the rest. The nodes from number `block` on attend each other, both ways.
         """
 
     def unplace(self, first: int) -> None:
@@ -60,9 +62,11 @@ class SlotCache:
         self._top = -1  # highest taken slot
         self._placed_N = np.zeros(0, np.int64)  # slots of the nodes that may be committed
 
-    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
+    def place(
+        self, parent_N: np.ndarray, first: int = 0, block: int | None = None
+    ) -> dict[str, np.ndarray]:
         n, top = len(parent_N), self._top
-        depth_N, ancestor_NN = tree_shape(parent_N)
+        depth_N, ancestor_NN = _shape(parent_N, block)
         if first:
             placed = self._placed_N
             assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
@@ -146,7 +150,9 @@ class ContiguousCache:
     def length(self) -> int:
         return self._in_place + len(self._pending)
 
-    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
+    def place(
+        self, parent_N: np.ndarray, first: int = 0, block: int | None = None
+    ) -> dict[str, np.ndarray]:
         n, length, src = len(parent_N) - first, self.length, self._pending
         assert first == 0 or (self._num_placed == first and len(src) == 0), (first, len(src))
         moved, begin = len(src), self._in_place + first
@@ -157,7 +163,7 @@ class ContiguousCache:
         assert begin + len(perm) <= self.capacity, (begin, len(perm))
         mask_NS = np.zeros((n, self.capacity), np.bool_)
         mask_NS[:, :length] = True
-        depth_N, ancestor_NN = tree_shape(parent_N)
+        depth_N, ancestor_NN = _shape(parent_N, block)
         mask_NS[:, length : length + first + n] = ancestor_NN[first:]
         feeds = {
             "position_ids": (length + depth_N[first:])[None],
@@ -188,6 +194,15 @@ class ContiguousCache:
         self._num_placed = 0
         self._in_place = min(self._in_place, length)
         self._pending = self._pending[: length - self._in_place]
+
+
+def _shape(parent_N: np.ndarray, block: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the depth i64[N] of each node, and which nodes it attends, bool[N, N]."""
+    depth_N, ancestor_NN = tree_shape(parent_N)
+    if block is not None:
+        ancestor_NN = ancestor_NN.copy()  # a tree's shape is kept for the next one like it
+        ancestor_NN[block:, block:] = True
+    return depth_N, ancestor_NN
 
 
 def open_cache(form: str, capacity: int) -> Cache:

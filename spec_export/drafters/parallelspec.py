@@ -49,6 +49,7 @@ from spec_export.drafters.losses import (
     head_losses,
     position_weights,
 )
+from spec_export.drafters.rollout import attend_groups, choose_anchors
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import Checked
 
@@ -260,38 +261,9 @@ class Drafter(DrafterBase):
             attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
             if K:
                 qm, km, vm = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
-                of_masks = self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
+                of_masks = attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
                 attended = torch.cat((attended, of_masks.flatten(0, 2)))
         return x, attended
-
-    def _attend_groups(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        real_k: Tensor,
-        real_v: Tensor,
-        visible_BAR: Tensor,
-        group_KK: Tensor,
-    ) -> Tensor:
-        """Returns the attention [B,A,K,H*Dh] of mask rows q [B,A,K,H,Dh] over real keys and values
-        [B,G,R,Dh] and those of their own group, k and v [B,A,K,G,Dh].
-
-        visible_BAR says which real rows a group sees, group_KK which masks a mask sees.
-        """
-        B, A, K, H, Dh = q.shape
-        G = real_k.shape[1]
-        q = q.unflatten(-2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
-        to_real = torch.einsum("bakghd,bgrd->bghakr", q, real_k)
-        to_group = torch.einsum("bakghd,bajgd->bghakj", q, k)
-        low = torch.finfo(to_real.dtype).min
-        to_real = to_real.masked_fill(~visible_BAR[:, None, None, :, None], low)
-        to_group = to_group.masked_fill(~group_KK, low)
-        weight = torch.cat((to_real, to_group), -1).softmax(-1).to(v.dtype)
-        R = real_k.shape[2]
-        out = torch.einsum("bghakr,bgrd->bakghd", weight[..., :R], real_v)
-        out = out + torch.einsum("bghakj,bajgd->bakghd", weight[..., R:], v)
-        return out.reshape(B, A, K, H * Dh)
 
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
@@ -310,7 +282,9 @@ class Drafter(DrafterBase):
         trains_BRK = label_BRK != IGNORED
         if config.style == "eagle":
             trains_BRK = tokens_ahead(learns_BT, num_guesses, False)
-        anchor_BA, is_anchor_BA = self._choose_anchors(trains_BRK[..., 0], generator)
+        anchor_BA, is_anchor_BA = choose_anchors(
+            trains_BRK[..., 0], config.anchor_fraction, generator
+        )
         seen = replace(batch, feature_BTF=noisy_features(batch, config.feature_noise, generator))
         rows = self._training_rows(trains_BRK, anchor_BA, is_anchor_BA, generator)
         # the other rows are needed only as keys and values
@@ -414,19 +388,6 @@ class Drafter(DrafterBase):
         sum_K = weight_R.new_zeros(self.config.num_masks + 1).index_add_(0, rows.k_R, weight_R)
         factor_R = factor[rows.k_R] if factor.ndim == 1 else factor[rows.b_R, rows.t_R, rows.k_R]
         return factor_R / sum_K[rows.k_R] * weight_R
-
-    def _choose_anchors(
-        self, has_label_BR: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the row indices i64[B, A] of the groups' anchors, and bool[B, A], False where a
-        sequence has fewer than A anchors and the index is padding."""
-        fraction = self.config.anchor_fraction
-        score = torch.rand(has_label_BR.shape, generator=generator).to(has_label_BR.device)
-        score = torch.where(has_label_BR, score, -1.0)
-        num_B = (has_label_BR.sum(1) * fraction).ceil().long()
-        A = max(int(num_B.max()), 1)
-        anchor_BA = score.topk(A, dim=1).indices
-        return anchor_BA, torch.arange(A, device=num_B.device) < num_B[:, None]
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:

@@ -151,3 +151,46 @@ def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
     for j, (_, own) in enumerate(group):
         out = out + torch.einsum("bghr,brgd->brghd", weight[..., R + j], own)
     return out.flatten(2)
+
+
+def attend_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real_k: Tensor,
+    real_v: Tensor,
+    visible_BAR: Tensor,
+    group_KK: Tensor,
+) -> Tensor:
+    """Returns the attention [B,A,K,H*Dh] of mask rows q [B,A,K,H,Dh] over real keys and values
+    [B,G,R,Dh] and those of their own group, k and v [B,A,K,G,Dh].
+
+    visible_BAR says which real rows a group sees, group_KK which masks a mask sees.
+    """
+    B, A, K, H, Dh = q.shape
+    G = real_k.shape[1]
+    q = q.unflatten(-2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
+    to_real = torch.einsum("bakghd,bgrd->bghakr", q, real_k)
+    to_group = torch.einsum("bakghd,bajgd->bghakj", q, k)
+    low = torch.finfo(to_real.dtype).min
+    to_real = to_real.masked_fill(~visible_BAR[:, None, None, :, None], low)
+    to_group = to_group.masked_fill(~group_KK, low)
+    weight = torch.cat((to_real, to_group), -1).softmax(-1).to(v.dtype)
+    R = real_k.shape[2]
+    out = torch.einsum("bghakr,bgrd->bakghd", weight[..., :R], real_v)
+    out = out + torch.einsum("bghakj,bajgd->bakghd", weight[..., R:], v)
+    return out.reshape(B, A, K, H * Dh)
+
+
+def choose_anchors(
+    has_label_BR: Tensor, fraction: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the row indices i64[B, A] of the groups' anchors, a random `fraction` of the rows
+    with a label, and bool[B, A], False where a sequence has fewer than A anchors and the index is
+    padding."""
+    score = torch.rand(has_label_BR.shape, generator=generator).to(has_label_BR.device)
+    score = torch.where(has_label_BR, score, -1.0)
+    num_B = (has_label_BR.sum(1) * fraction).ceil().long()
+    A = max(int(num_B.max()), 1)
+    anchor_BA = score.topk(A, dim=1).indices
+    return anchor_BA, torch.arange(A, device=num_B.device) < num_B[:, None]

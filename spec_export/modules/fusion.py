@@ -1,4 +1,4 @@
-"""Defines what EAGLE-3 makes of a row's taps: norms, if it has some, and one product.
+"""Defines what EAGLE-3 and DFlash make of a row's taps: norms, if they have some, and one product.
 
 The weights are a drafter's, but the target's graph runs them, once for each of its rows: a drafter
 would repeat the product for every node of a tree, and taps are several times as wide.
@@ -16,11 +16,18 @@ from torch.nn import functional as F
 class Fusion(nn.Module):
     """Maps the states [..., Dt] of the layers `taps` to one row [..., D], in float32.
 
-    norms: "each" norms every tap by itself, "all" their concatenation, "none" neither.
+    norms: "each" norms every tap by itself, "all" their concatenation, "none" neither. out_norm:
+    the row is normed too.
     """
 
     def __init__(
-        self, taps: Sequence[int], width: int, out_width: int, norms: str, eps: float
+        self,
+        taps: Sequence[int],
+        width: int,
+        out_width: int,
+        norms: str,
+        eps: float,
+        out_norm: bool = False,
     ) -> None:
         super().__init__()
         self.taps, self.eps = tuple(taps), eps
@@ -32,6 +39,7 @@ class Fusion(nn.Module):
         if width == out_width:  # before training the last tap passes, with a little of the others
             with torch.no_grad():
                 self.fc.mul_(0.3).view(m, width, width)[-1] = torch.eye(width)
+        self.out_norm = nn.Parameter(torch.ones(out_width)) if out_norm else None
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
         if self.norm is not None and self.norm.dim() == 2:
@@ -40,7 +48,8 @@ class Fusion(nn.Module):
         x = torch.cat([x.float() for x in states], -1)
         if self.norm is not None and self.norm.dim() == 1:
             x = self._normed(x, self.norm)
-        return x @ self.fc
+        x = x @ self.fc
+        return x if self.out_norm is None else self._normed(x, self.out_norm)
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x.float(), gain.shape, gain, self.eps)

@@ -400,7 +400,7 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
         )
     return SavedDrafter(
         name=header.name,
-        config=_without_removed_options(header.config, folder),
+        config=_without_removed_options(header.name, header.config, folder),
         state={
             key: tensor.float() if tensor.is_floating_point() else tensor
             for key, tensor in tensors.items()
@@ -412,11 +412,14 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
     )
 
 
-def _without_removed_options(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a drafter's config without the options of the Markov bias, which older versions had.
+def _without_removed_options(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a drafter's config without the options of the Markov bias, which one-pass drafters of
+    older versions had.
 
     Raises UserError for a drafter that was trained with such a bias.
     """
+    if name == "dflash":  # whose Markov head is its own
+        return config
     if config.get("markov_rank"):
         raise UserError(
             f"{folder}: got a drafter with markov_rank {config['markov_rank']!r:.20}, expected one "

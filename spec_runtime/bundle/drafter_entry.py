@@ -32,6 +32,8 @@ class KnownConfig:
 
     num_guesses: _AtLeastOne = 1
     num_masks: _Count = 0
+    block_size: _Count = 0
+    first_row: _Count = 0
     max_width: _AtLeastOne = 1
     top_k: Annotated[int, Ge(1), Le(_LARGEST_ID)] = 1
     mask_token_base: _Id = 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, DrafterInfo
 from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.proposers.block import BlockProposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.heads import OnePassProposer
@@ -32,6 +33,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
     "eagle": FeatureProposer.open,
     "eagle3": FeatureProposer.open,
     "peagle": OnePassProposer.open,
+    "dflash": BlockProposer.open,
     "draft_model": DraftModelProposer.open,
     "medusa": OnePassProposer.open,
     "amphista": OnePassProposer.open,

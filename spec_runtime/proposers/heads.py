@@ -103,11 +103,11 @@ def mask_input_ids(base: int, num_masks: int, mask_reads_token: bool) -> list[in
     return [k * base if mask_reads_token else base + k - 1 for k in range(1, num_masks + 1)]
 
 
-def read_pairs(info: DrafterInfo) -> bool:
+def read_pairs(info: DrafterInfo, free_rows: int | None = None) -> bool:
     """Returns whether a one-pass drafter's graph conditions its guesses in pairs.
 
     Raises BundleError if the graph's outputs do not fit each other or the number of guesses. A free
-    axis has a row for the last token and one for each mask.
+    axis has `free_rows` rows, by default one for the last token and one for each mask.
     """
     shapes = {spec.name: spec.shape for spec in info.graphs["drafter"].outputs}
     has_pairs = PAIRS in shapes
@@ -118,7 +118,9 @@ def read_pairs(info: DrafterInfo) -> bool:
     num_guesses, num_masks = info.config["num_guesses"], info.config.get("num_masks", 0)
     ids = shapes.get("guess_ids", (num_guesses, 0))
     num_rows = ids[0] if len(ids) == 2 else 0
-    if (1 + num_masks if isinstance(num_rows, str) else num_rows) != num_guesses:
+    if free_rows is None:
+        free_rows = 1 + num_masks
+    if (free_rows if isinstance(num_rows, str) else num_rows) != num_guesses:
         raise BundleError(
             f"drafter {info.name!r}: got guess_ids as {list(ids)!r:.60} and num_masks {num_masks} "
             f"for num_guesses {num_guesses}, expected a row for each guess; build the bundle again"

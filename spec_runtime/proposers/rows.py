@@ -149,7 +149,9 @@ class DrafterRows:
     """Keeps one drafter's cache in step with the target's committed tokens, and runs its graph.
 
     first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. repeat_feature:
-    extra rows (see `run`) have the features of the last row kept, not zeros. bank: the target, if
+    extra rows (see `run`) have the features of the last row kept, not zeros. block_row: the extra
+    rows are a block, whose rows see each other both ways, and the first whose outputs are asked for
+    is this one of them, in place of the last row kept. bank: the target, if
     the graph reads features from its banks (graphs/banks.py); none then come by way of the host,
     and `wants_features` is False. In the drafter's own banks, the M rows of logits of a run that is
     kept are rows 0 to M - 1, and node k of the forest after them (see `run_nodes`) is row 1 + k.
@@ -163,6 +165,7 @@ class DrafterRows:
         wants_features: bool,
         first_token: int = 1,
         repeat_feature: bool = False,
+        block_row: int | None = None,
         bank: Target | None = None,
     ) -> None:
         self.wants_features = wants_features and bank is None
@@ -172,6 +175,7 @@ class DrafterRows:
         self._cache = cache
         self._first_token = first_token
         self._repeat_feature = repeat_feature
+        self._block_row = block_row
         self._bank = bank
         # features of the positions from cache.length on, whose rows are still to be run
         self._features_PF: np.ndarray | None = None
@@ -187,6 +191,7 @@ class DrafterRows:
         wants_features: bool,
         first_token: int = 1,
         repeat_feature: bool = False,
+        block_row: int | None = None,
     ) -> DrafterRows:
         """Opens a graph of the bundle; raises BundleError for one without a cache."""
         if graph.form == "stateless":
@@ -202,6 +207,7 @@ class DrafterRows:
             wants_features=wants_features,
             first_token=first_token,
             repeat_feature=repeat_feature,
+            block_row=block_row,
             bank=bank,
         )
 
@@ -257,7 +263,7 @@ class DrafterRows:
         self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Runs the waiting rows (at least one) and keeps them; returns the outputs for the last row
-        kept and for the extra rows.
+        kept and for the extra rows, or for rows of a block.
 
         The rows `extra_ids` i64[E] come after the waiting ones in the same chain and are not kept.
         """
@@ -325,18 +331,21 @@ class DrafterRows:
         token_N = np.array(self.tokens[begin : begin + CHUNK_ROWS], np.int64)
         c = len(token_N)
         assert c >= 1, "no row is waiting"
+        block, asked = None, c - 1
         if extra_ids is not None:
             token_N = np.concatenate([token_N, extra_ids])
+            if self._block_row is not None:
+                block, asked = c, c + self._block_row
         n = len(token_N)
-        feeds = self._cache.place(chain_parents(n))
+        feeds = self._cache.place(chain_parents(n), block=block)
         feeds["input_ids"] = token_N[None]
-        feeds["logit_rows"] = np.arange(c - 1, n, dtype=np.int64)
+        feeds["logit_rows"] = np.arange(asked, n, dtype=np.int64)
         if self._bank is not None:
             length = self._cache.length
             row_c = self._bank.feature_rows(length, length + c)
             last = row_c[-1] if self._repeat_feature else -1
             feeds[FEATURE_ROWS] = np.append(row_c, np.full(n - c, last))
-            feeds[BANK_ROWS] = feeds["logit_rows"] - (c - 1)
+            feeds[BANK_ROWS] = feeds["logit_rows"] - asked
         if self.wants_features:
             waiting_PF = self._features_PF
             assert waiting_PF is not None, "no features"

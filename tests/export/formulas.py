@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_kv_heads": 1,
     },
     "eagle": {"feature_noise": 0.0},
+    "dflash": {"taps": (0, 2, 3), "mask_token_id": 3, "block_size": 4, "top_k": 5},
     "eagle3": {"taps": (0, 2, 3)},
     "peagle": {"taps": (0, 2, 3)},
     "semi_autoregressive": {"head_width": 128},  # large enough for every product to be quantised

@@ -42,6 +42,7 @@ class Runner:
     def __init__(self, model: ir.Model, folder: Path, form: str = "slots", capacity: int = 96):
         self.backend = open_model(model, folder, form, capacity)
         self.cache = open_cache(form, capacity)
+        self.block: int | None = None  # of the next steps, see kv.Cache.place
 
     def step(
         self,
@@ -52,7 +53,7 @@ class Runner:
         **more: np.ndarray,
     ) -> dict[str, np.ndarray]:
         """Runs the tree and returns copies of the outputs; `rows`: logit_rows, all by default."""
-        feeds = self.cache.place(np.asarray(parents, np.int64))
+        feeds = self.cache.place(np.asarray(parents, np.int64), block=self.block)
         feeds["input_ids"] = np.asarray(tokens, np.int64)[None]
         feeds["logit_rows"] = np.asarray(range(len(tokens)) if rows is None else rows, np.int64)
         results = self.backend.run(feeds | more, outputs)

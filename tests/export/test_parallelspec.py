@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.parallelspec import Config, Drafter
+from spec_export.drafters.rollout import choose_anchors
 from spec_export.training.checkpoint import load_drafter
 from spec_export.training.recipe import build_config
 
@@ -286,7 +287,7 @@ def test_anchors_are_a_seeded_part_of_the_labelled_rows() -> None:
 
     def anchors(seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        anchor_BA, is_anchor_BA = drafter._choose_anchors(has_label, generator)
+        anchor_BA, is_anchor_BA = choose_anchors(has_label, 0.3, generator)
         return sorted(anchor_BA[is_anchor_BA].tolist())
 
     assert len(anchors(0)) == 5  # of 16 labelled rows, rounded up

@@ -41,6 +41,10 @@ OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
     "parallelspec+token": 'taps = [1]\nmask_feature = "anchor"\nmask_reads_token = true',
     "hydra": "prefix_layer = true",
+    "dflash": (
+        "taps = [1, 2]\nlayers = 1\nblock_size = 4\nmarkov_rank = 8\nanchor_fraction = 1.0\n"
+        "sample_from_anchor = true"
+    ),
     "eagle3": "taps = [1, 2]\nfc_norm = true\nnorm_output = true",
     "peagle": "taps = [1, 2]\nnorm_before_fc = true\nmask_token_id = 5",
     "skip_layer": "layers = 1",

@@ -1,0 +1,377 @@
+"""Defines DFlash and DSpark: a small transformer fills in a block of tokens at once, reading the
+target's layers as rows of its own cache.
+
+A *context row* i is what fc makes of the target's taps at position i. It has no token and is never
+changed: each layer only makes a key and a value of it. A *block* of B rows stands behind the p
+context rows, at positions p … p + B - 1: the root, and a mask B - 1 times. Its rows see all context
+rows, and each other both ways.
+
+    c_i = norm(fc [h_a ; h_b ; …])                            taps a, b, … at position i < p
+    q = W_q norm(x),   [k v] = W_kv [c_0 … c_{p-1} ; norm(x)]     x the block's rows
+    y = x + W_o attention,   out = y + mlp(norm(y))
+    q_k = softmax(head · norm(out_k) + W_2 W_1[guess k-1])        the root before guess 0
+
+In DFlash row k + 1 gives guess k, the token at its own position ("fill-in", B - 1 guesses); with
+`sample_from_anchor`, as in DSpark, row k does, the token after its own (B guesses). The last term
+is DSpark's Markov head; without one the guesses of a block do not know each other. Guesses that
+could be a candidate's successors are chosen before that term, but for guess 0.
+
+    L = Σ_k decay^k · CE(p_{t+2+k}, q_k),     p the target's distribution, k over the guesses
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import onnx_ir as ir
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.bigram_pairs import conditioned_log_probs
+from spec_export.drafters.fields import AtLeastOne, AtLeastZero, NotNegative, Share
+from spec_export.drafters.layers import (
+    Batch,
+    CachedGraph,
+    DecoderLayer,
+    TargetEnds,
+    export_cached,
+    rotate,
+)
+from spec_export.drafters.losses import IGNORED
+from spec_export.drafters.rollout import RolloutDrafter, attend_groups, choose_anchors
+from spec_export.modules.fusion import Fusion
+from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
+
+AtLeastTwo = Annotated[int, Ge(2)]
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """The settings of DFlash and DSpark.
+
+    `taps` are the target layers whose inputs are read, in the order in which fc has them; the
+    number of layers itself is the last layer's output. `block_size` rows make a block, the root
+    among them, and `mask_token_id` is the token whose embedding the others have.
+
+    - `sample_from_anchor`: a row guesses the token after its own, else the one at its own place.
+    - `markov_rank`: the width of the Markov head, 0 for none.
+    - `qk_norms`: queries and keys are normed, as Qwen3 does.
+    - `own_embedding`, `own_head`: it has such a table of its own, else the target's.
+    - `rope`: parameters of a rotary embedding as transformers writes them, else the target's.
+    - the sizes, where they are not the target's.
+    - `anchor_fraction`: the share of rows behind which a training step puts a block.
+    """
+
+    taps: tuple[int, ...] = ()
+    layers: AtLeastOne = 2
+    block_size: AtLeastTwo = 8
+    mask_token_id: AtLeastZero = 0
+    sample_from_anchor: bool = False
+    markov_rank: AtLeastZero = 0
+    top_k: AtLeastOne = 16
+    qk_norms: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+    rope: dict[str, Any] | None = None
+    hidden_size: AtLeastOne | None = None
+    intermediate_size: AtLeastOne | None = None
+    num_heads: AtLeastOne | None = None
+    num_kv_heads: AtLeastOne | None = None
+    head_dim: AtLeastOne | None = None
+    norm_eps: NotNegative | None = None
+    anchor_fraction: Share = 0.2
+    soft_weight: Share = 0.5
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.taps:
+            raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
+
+    @property
+    def num_guesses(self) -> int:
+        """Returns K, the guesses of a block."""
+        return self.block_size - self.first_row
+
+    @property
+    def first_row(self) -> int:
+        """Returns the row of a block that gives guess 0."""
+        return 0 if self.sample_from_anchor else 1
+
+
+class Drafter(RolloutDrafter):
+    """The trained part: fusion, layers and norm, and with a Markov head its two tables; see
+    DrafterBase for what it borrows."""
+
+    fuses_taps = True
+    config: Config
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        dims = self.dims
+        D, target_width, V = dims.hidden_size, ends.dims.hidden_size, len(ends.embed_VD)
+        if target_width != D and not (config.own_embedding and config.own_head):
+            raise UserError(
+                f"got hidden_size {D} with the target's embedding or head, expected its "
+                f"{target_width}, or own_embedding and own_head"
+            )
+        if config.mask_token_id >= V:
+            raise UserError(
+                f"got mask_token_id {config.mask_token_id}, expected one below {V}, the rows of "
+                "the target's embedding"
+            )
+        self.fusion = Fusion(config.taps, target_width, D, "none", dims.norm_eps, out_norm=True)
+        self.layers = nn.ModuleList(
+            ContextLayer(dims, qk_norms=config.qk_norms) for _ in range(config.layers)
+        )
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)
+            layer.start_as_identity()
+        fits = target_width == D
+        self.norm = nn.Parameter(ends.final_norm_D.float().clone() if fits else torch.ones(D))
+        if config.own_embedding:
+            self.embedding = nn.Parameter(_start(ends.embed_VD, V, D))
+        if config.own_head:
+            self.head = nn.Parameter(_start(self.head_VD, len(self.head_VD), D))
+        if config.markov_rank:
+            self.markov_read = nn.Parameter(torch.randn(V, config.markov_rank) * 0.02)
+            self.markov_write = nn.Parameter(torch.zeros(len(self.head_VD), config.markov_rank))
+
+    @property
+    def trains_output_head(self) -> bool:
+        return self.config.own_head or self.config.markov_rank > 0
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    @property
+    def embedding_table(self) -> Tensor:
+        return self.embedding if self.config.own_embedding else self.embed_VD
+
+    @property
+    def head_rows(self) -> Tensor:
+        """Returns what the rows of `scored` are multiplied with, [Vd, D + r]."""
+        head = self.head if self.config.own_head else self.head_VD
+        if not self.config.markov_rank:
+            return head
+        return torch.cat((head, self.markov_write.to(head.dtype)), -1)
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Returns what the head reads, [..., D]."""
+        return F.rms_norm(hidden, self.norm.shape, self.norm.to(hidden.dtype), self.dims.norm_eps)
+
+    def scored(self, out: Tensor, previous: Tensor) -> Tensor:
+        """Returns the rows [..., D + r] whose product with `head_rows` are a guess's logits, from
+        what the head reads [..., D] and the token before the guess, i64[...]; -1 is none."""
+        if not self.config.markov_rank:
+            return out
+        read = F.embedding(previous.clamp(min=0), self.markov_read).to(out.dtype)
+        return torch.cat((out, torch.where((previous >= 0)[..., None], read, 0.0)), -1)
+
+    def blocks(self, batch: Batch, anchor_BA: Tensor) -> Tensor:
+        """Returns the rows [B, A, K, D] that give the guesses, before the norm, of the blocks whose
+        roots stand behind the rows anchor_BA i64[B, A]: row t is position t, its root token t + 1.
+        """
+        assert batch.feature_BTF is not None, "DFlash reads taps"
+        assert self.fusion is not None
+        config, token_BR = self.config, batch.token_BT[:, 1:]
+        _, *taps = batch.feature_BTF[:, :-1].split(self.target_width, -1)
+        context = self.fusion(taps)
+        R, S = context.shape[1], config.block_size
+        mask = torch.full((*anchor_BA.shape, S - 1), config.mask_token_id, device=anchor_BA.device)
+        ids = torch.cat((token_BR.gather(1, anchor_BA)[..., None], mask), -1)
+        x = self.embedding_table[ids].to(context.dtype)
+        position_R = torch.arange(R, device=x.device)
+        position = anchor_BA[..., None] + 1 + torch.arange(S, device=x.device)
+        visible_BAR = position_R <= anchor_BA[..., None]
+        group = torch.ones(S, S, dtype=torch.bool, device=x.device)
+        for layer in self.layers:
+            _, k, v = layer.heads(context)
+            k = rotate(k, self.cos[:R], self.sin[:R]).transpose(1, 2)
+            q, own_k, own_v = layer.project_qkv(x)
+            q, own_k = (rotate(each, self.cos[position], self.sin[position]) for each in (q, own_k))
+            v, own_v = v.to(k.dtype).transpose(1, 2), own_v.to(own_k.dtype)
+            x = layer.finish(x, attend_groups(q, own_k, own_v, k, v, visible_BAR, group))
+        return x[:, :, config.first_row :]
+
+    @property
+    def target_width(self) -> int:
+        """Returns the width of the target's rows."""
+        return self.head_VD.shape[1]
+
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss of a batch, f32 scalar, and each guess's top-1 hits `correct_K` and
+        labelled rows `count_K`, i64[K].
+
+        A guess's loss is a mean over the blocks where its token is an answer's and in the draft
+        vocabulary. Blocks stand behind a random `anchor_fraction` of the rows with a first guess.
+        """
+        config, K = self.config, self.config.num_guesses
+        assert batch.feature_BTF is not None, "DFlash reads taps"
+        label_BRK = self.labels(batch, K)
+        has_label_BR = label_BRK[..., 0] != IGNORED
+        anchor_BA, is_anchor_BA = choose_anchors(has_label_BR, config.anchor_fraction, generator)
+        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
+        label_BAK = label_BRK[row_B1, anchor_BA].masked_fill(~is_anchor_BA[..., None], IGNORED)
+        b, a, k = (label_BAK != IGNORED).nonzero(as_tuple=True)
+        before = anchor_BA[b, a] + 1 + k  # the position of the token before the guess
+        out = self.output_rows(self.blocks(batch, anchor_BA)[b, a, k])
+        count_K = torch.bincount(k, minlength=K)
+        has_own = config.own_head or config.markov_rank > 0
+        loss, is_top = self.cross_entropy(
+            self.scored(out, batch.token_BT[b, before]),
+            label_BAK[b, a, k],
+            config.decay**k / count_K[k],
+            batch.feature_BTF[b, before],
+            config.soft_weight,
+            self.head_rows if has_own else None,
+        )
+        correct_K = torch.zeros_like(count_K).index_add_(0, k, is_top.long())
+        return loss, {"correct_K": correct_K, "count_K": count_K}
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Returns the top guesses behind every real row: token ids i64 and log-probabilities f32,
+        both [B, T-1, K, top_k]. Of a Markov head guess 0 alone knows the token before it."""
+        B, T = batch.token_BT.shape
+        anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
+        out = self.output_rows(self.blocks(batch, anchor_BA))
+        previous = torch.full(out.shape[:-1], -1, device=out.device)
+        previous[..., 0] = batch.token_BT[:, 1:]
+        return self.top_guesses(
+            self.scored(out, previous), lambda rows: rows, top_k, self.head_rows
+        )
+
+    @torch.no_grad()
+    def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns what DrafterBase does, with the pairs of the Markov head if there is one."""
+        ids, log_probs = self.guesses(batch, top_k)
+        if not self.config.markov_rank:
+            return ids, log_probs, None
+        return ids, log_probs, self.pairs(self.draft_index_V[ids], log_probs)
+
+    def pairs(self, index: Tensor, log_probs: Tensor) -> Tensor:
+        """Returns the log-probability f32[..., K-1, C, C] of candidate c of guess k + 1 after
+        candidate p of guess k, entry [k, p, c], by the Markov head.
+
+        index i64[..., K, C] are the candidates' rows of the draft vocabulary, log_probs f32[..., K,
+        C] their log-probabilities without it. What the candidates leave of the distribution is
+        taken as one more, without a bias.
+        """
+        read = F.embedding(self.draft_token_ids[index[..., :-1, :]], self.markov_read)
+        write = F.embedding(index[..., 1:, :], self.markov_write)
+        bias = (read @ write.transpose(-1, -2)).float()
+        return conditioned_log_probs(log_probs[..., 1:, :], bias)
+
+    # ---- export ----------------------------------------------------------------------------------
+
+    def runtime_config(self) -> dict[str, Any]:
+        """Returns what the proposer reads: see `spec_runtime/proposers/block.py`."""
+        return {
+            "block_size": self.config.block_size,
+            "first_row": self.config.first_row,
+            "mask_token_base": len(self.embed_VD),
+            "num_guesses": self.config.num_guesses,
+            "top_k": self.config.top_k,
+        }
+
+    def output_names(self) -> list[str]:
+        pairs = ["pair_log_probs"] if self.config.markov_rank else []
+        return ["guess_ids", "guess_log_probs", *pairs]
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """Returns the graph "drafter" in the contiguous form.
+
+        Its inputs are input_ids i64[1,N], features f32[1,N,D] (fused taps), position_ids, mask,
+        logit_rows i64[M] and the caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C]
+        and the caches. Ids below V = mask_token_base are those of context rows, whose tokens are
+        not read; the root has its token + V, a mask 2V. A row of logits gives one guess. With a
+        Markov head there is the output pair_log_probs f32[K-1,C,C] over the first K rows of logits.
+        """
+        config = self.cache_config(target)
+        graph = export_cached(
+            _DrafterGraph(self, config),
+            config,
+            self.head_VD.dtype,
+            self.output_names(),
+            "dflash",
+            feature_width=self.dims.hidden_size,
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": graph}
+
+
+class ContextLayer(DecoderLayer):
+    """The decoder layer of a block, which makes keys and values of context rows too."""
+
+    def traceable(self, config: decoder.DecoderConfig) -> nn.Module:
+        return _TraceableContextLayer(super().traceable(config))
+
+
+class _TraceableContextLayer(nn.Module):
+    """A `ContextLayer` over a cache; `layer` is the same one as an ordinary layer. What it makes of
+    a context row beside key and value is read by nobody."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any, past: Any, shared: Any) -> tuple[Any, list[Tensor]]:
+        rows, context, is_block = x
+        layer = self.layer
+        read = torch.where(is_block, layer.attention_norm(rows), context)
+        mixed, caches = layer.attention(read, past, shared)
+        summed = rows + mixed
+        return (summed + layer.mlp(layer.mlp_norm(summed)), context, is_block), caches
+
+
+class _DrafterGraph(CachedGraph):
+    """The graph "drafter": context rows and a block over a cache, top-k guesses out."""
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__(drafter, drafter.layers, config)
+        self.norm = decoder.RMSNorm(drafter.norm, config.norm_eps)
+
+    def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        drafter: Drafter = self.drafter
+        config, V = drafter.config, len(drafter.embed_VD)
+        is_mask = input_ids >= 2 * V
+        token = torch.where(is_mask, config.mask_token_id, (input_ids - V).clamp(min=0))
+        rows = F.embedding(token, drafter.embedding_table)
+        is_block = (input_ids >= V)[..., None]
+        step, logit_rows, old = self.shared_inputs(inputs)
+        x, caches = (rows, features.to(rows.dtype), is_block), list[Tensor]()
+        for i, layer in enumerate(self.layers):
+            x, new = layer(x, old[2 * i : 2 * i + 2], step)
+            caches += new
+        out_MD = self.norm(x[0].index_select(1, logit_rows).view(-1, drafter.dims.hidden_size))
+        # The root stands in the row of guess 0, or before it; the rows of other guesses are masks.
+        before_M = (logit_rows - config.first_row).clamp(min=0)
+        previous = torch.where(is_mask, -1, token)[0].index_select(0, before_M)
+        logits_MV = F.linear(drafter.scored(out_MD, previous), drafter.head_rows)
+        index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, config.top_k)
+        outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
+        if config.markov_rank:
+            # Of a fixed shape, as in ParallelSpec: a run of the prompt has fewer rows, and the last
+            # one repeated.
+            K = config.num_guesses
+            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
+            outputs.append(drafter.pairs(*(x.index_select(0, torch.arange(K)) for x in padded)))
+        return (*outputs, *caches)
+
+
+def _start(theirs: Tensor, count: int, width: int) -> Tensor:
+    """Returns a copy of the target's table if it has this width, else random rows."""
+    if theirs.shape == (count, width):
+        return theirs.float().clone()
+    return torch.randn(count, width) * width**-0.5
