@@ -15,6 +15,11 @@ class Answer(StrEnum):
     no = "no"
 
 
+class Alignment(StrEnum):
+    anchor = "anchor"
+    fill_in = "fill-in"
+
+
 def _flag(name: str, what: str) -> typer.models.OptionInfo:
     return typer.Option(name, help=what, show_default="as its files say")
 
@@ -22,7 +27,9 @@ def _flag(name: str, what: str) -> typer.models.OptionInfo:
 def command(
     source: Annotated[
         str,
-        typer.Argument(help="Folder, GGUF file or hub id of an EAGLE-3, EAGLE or Medusa drafter"),
+        typer.Argument(
+            help="Folder, GGUF file or hub id of an EAGLE-3, EAGLE, DFlash or Medusa drafter"
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the drafter, for build")],
     target: Target = None,
@@ -42,6 +49,10 @@ def command(
         Answer | None,
         _flag("--norm-before-residual", "Whether the first layer adds to the normed state"),
     ] = None,
+    alignment: Annotated[
+        Alignment | None,
+        _flag("--alignment", "Whether row 0 of a DFlash block, its root, gives a guess"),
+    ] = None,
     measure: Annotated[
         bool, typer.Option(help="Measure on answers of the target whether it was read rightly")
     ] = True,
@@ -60,6 +71,8 @@ def command(
             ids = tuple(int(part) for part in taps.split(","))
         except ValueError:
             raise UserError(f"got --taps {taps!r:.80}, expected layers such as 2,18,33") from None
-    given = (norm_output, norm_before_residual)
-    flags = (None if each is None else each is Answer.yes for each in given)
-    print(run(source, target, out, Overrides(ids, *flags), measure, TerminalReport()))
+    output, residual = (
+        None if each is None else each is Answer.yes for each in (norm_output, norm_before_residual)
+    )
+    overrides = Overrides(ids, output, residual, alignment.value if alignment else None)
+    print(run(source, target, out, overrides, measure, TerminalReport()))

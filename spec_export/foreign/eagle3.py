@@ -23,9 +23,9 @@ from spec_export.foreign.parts import (
     rotary_parameters,
     take_layer,
     unsupported,
+    with_defaults,
 )
 from spec_runtime.errors import UnsupportedModelError, UserError
-from spec_runtime.mapping import brief
 
 # Keys that change the forward pass, with the values that ours has. Others are refused.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -117,8 +117,8 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     fields |= _layers(folder, config, state)
     fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
     fields |= {"hidden_size": D}
-    fields["own_embedding"] = _embedding(folder, backbone, D, state, found)
-    found.draft_token_ids = _head(folder, backbone, D, state, found)
+    fields["own_embedding"] = take_embedding(folder, backbone, D, state, found)
+    found.draft_token_ids = take_head(folder, backbone, D, state, found)
     folder.require_all_read(HARMLESS)
     flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norms")
     on = [name for name in flags if fields.get(name)]
@@ -141,7 +141,7 @@ class _Settings:
         if not isinstance(self._layer, dict) or not isinstance(self._nested, dict):
             raise UserError(f"{folder.path}: got a config whose parts are no objects")
         if self._layer is not top:
-            self._layer = self._with_defaults(self._layer)
+            self._layer = with_defaults(folder, self._layer, ONLY["model_type"])
         self._top = top
         self.format = self._format(folder)
         kind, has_masks = top.get("speculators_model_type"), MASK in folder.tensors
@@ -169,20 +169,6 @@ class _Settings:
         kinds = set(self._layer.get("layer_types") or ()) - {"full_attention"}
         if kinds:
             raise self._unsupported("layer_types", sorted(kinds)[0], "full_attention")
-
-    def _with_defaults(self, layer: dict[str, Any]) -> dict[str, Any]:
-        """Returns a nested layer config with the defaults of its kind, which are not written."""
-        from transformers import AutoConfig
-
-        kind = layer.get("model_type", "qwen3")
-        if kind not in ONLY["model_type"]:
-            raise self._unsupported("model_type", kind, " or ".join(ONLY["model_type"]))
-        fields = {key: value for key, value in layer.items() if key != "model_type"}
-        try:
-            whole: dict[str, Any] = AutoConfig.for_model(kind, **fields).to_dict()
-        except Exception as error:  # transformers does not say what it raises
-            raise UserError(f"{self._path}: got a faulty layer config: {brief(error)}") from error
-        return whole
 
     def _format(self, folder: ForeignFolder) -> str:
         if folder.path.is_file():
@@ -346,7 +332,7 @@ def _masks(
     return {"num_masks": config.num_guesses() - 1, "mask_token_id": token}
 
 
-def _embedding(
+def take_embedding(
     folder: ForeignFolder, backbone: Backbone, D: int, state: dict[str, Tensor], found: Reading
 ) -> bool:
     """Takes the embedding and returns whether it is another one than what ours borrow."""
@@ -372,7 +358,7 @@ def _embedding(
     return not is_targets
 
 
-def _head(
+def take_head(
     folder: ForeignFolder, backbone: Backbone, D: int, state: dict[str, Tensor], found: Reading
 ) -> Tensor | None:
     """Takes the head, the target's where the file has none, and returns the tokens of its rows."""

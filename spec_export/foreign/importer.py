@@ -11,7 +11,7 @@ import torch
 from spec_export import drafters, reference, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
-from spec_export.foreign import eagle1, eagle3, gguf_files, medusa
+from spec_export.foreign import dflash, eagle1, eagle3, gguf_files, medusa
 from spec_export.foreign.folder import Reading, open_folder
 from spec_export.hidden_states import features_and_taps
 from spec_export.report import SILENT, Report
@@ -28,7 +28,7 @@ from spec_runtime.mapping import brief
 
 ANSWER_TOKENS = 48  # of each prompt that is measured
 # Each has `matches`, which looks at a folder's tensors, and `read`.
-FORMATS = (eagle3, medusa, eagle1)
+FORMATS = (dflash, eagle3, medusa, eagle1)
 POOR = 1.3  # a chain's accepted length below which other readings are measured too
 
 
@@ -39,6 +39,7 @@ class Overrides:
     taps: tuple[int, ...] | None = None
     norm_output: bool | None = None
     norm_before_residual: bool | None = None
+    alignment: str | None = None  # of block drafters: anchor or fill-in
 
     def given(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value is not None}

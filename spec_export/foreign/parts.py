@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spec_export.foreign.folder import ForeignFolder
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.mapping import brief
 
 # Our weights of a layer, [in, out], and theirs, [out, in], whose rows ours hold side by side.
 LAYER = {
@@ -61,6 +62,24 @@ def require_known_keys(
                 f"{folder.path}: got {name} {config[name]!r:.40} in the config, a key that is not "
                 "known: if it changes nothing in the forward pass, remove it from the config"
             )
+
+
+def with_defaults(
+    folder: ForeignFolder, layer: dict[str, Any], kinds: Collection[str]
+) -> dict[str, Any]:
+    """Returns a nested layer config, one of these kinds of models, with the defaults of its kind,
+    which are not written."""
+    from transformers import AutoConfig
+
+    kind = layer.get("model_type", "qwen3")
+    if kind not in kinds:
+        raise unsupported(folder, "model_type", kind, " or ".join(kinds))
+    fields = {key: value for key, value in layer.items() if key != "model_type"}
+    try:
+        whole: dict[str, Any] = AutoConfig.for_model(kind, **fields).to_dict()
+    except Exception as error:  # transformers does not say what it raises
+        raise UserError(f"{folder.path}: got a faulty layer config: {brief(error)}") from error
+    return whole
 
 
 def require_nothing_given(folder: ForeignFolder, given: dict[str, Any], library: str) -> None:

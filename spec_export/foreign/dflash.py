@@ -1,0 +1,317 @@
+"""Reads DFlash and DSpark drafters in the forms of z-lab, ModelOpt, speculators and DeepSpec.
+
+All have the tensors `fc`, `hidden_norm` and `norm`, and ordinary layers; DSpark adds the two tables
+of a Markov head. They differ in what an id of a target's layer means, its input or its output, and
+in which row of a block gives the first guess, which no tensor shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_export.decoder import Backbone
+from spec_export.foreign.eagle3 import take_embedding, take_head
+from spec_export.foreign.folder import ForeignFolder, Reading
+from spec_export.foreign.parts import (
+    layer_sizes,
+    require_known_keys,
+    require_nothing_given,
+    rotary_parameters,
+    take_layer,
+    unsupported,
+    with_defaults,
+)
+from spec_runtime.errors import UnsupportedModelError, UserError
+
+SHOWS = "DFlash and DSpark (fc.weight and hidden_norm.weight)"
+KINDS = ("dflash", "dspark")  # of speculators
+MODELS = ("llama", "qwen3")  # whose layers are ours
+OTHER_KINDS = ("dflash2", "xpress")
+# Keys that change the forward pass, with the values that ours has. Others are refused.
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("is_causal", "causal", "use_sliding_window", "use_swa"), (False,)),
+    **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias", "attention_sink_bias"), (False,)),
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), (1,)),
+    **{"final_logit_softcapping": (), "is_neox_style": (True,), "hidden_act": ("silu",)},
+    **{"markov_head_type": ("vanilla",), "projector_type": ("dflash", "dspark")},
+    "speculators_model_type": KINDS,
+}
+# Keys that are read, or that change nothing here.
+KNOWN = (
+    *("target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id", "block_size"),
+    *("shift_label", "sample_from_anchor", "markov_rank", "use_confidence_head"),
+    *("enable_confidence_head", "confidence_head_with_markov", "num_anchors", "max_anchors"),
+    *("sliding_window_non_causal", "dflash_config", "transformer_layer_config"),
+    *("rope_theta", "rope_scaling"),
+)
+# Parts of tensors' names, and whose they are.
+REFUSED = {
+    "attention_conv": "DFlash2",
+    "mlp_conv": "DFlash2",
+    "candidate_selector": "DFlash2",
+    "encoder.": "DFlash with an encoder",
+    "qkv_proj": "Laguna",
+    "g_proj": "Laguna",
+    "aux_hidden_norms": "Laguna",
+    "joint_proj": "DSpark with a recurrent Markov head",
+    "markov_head.gate_proj": "DSpark with a gated Markov head",
+    "gru": "Domino",
+}
+HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "input_embed_fn.weight")
+CONFIDENCE = ("confidence_head.", "confidence_proj")
+MARKOV = ("markov_w1", "markov_w2")
+ROWS = {"z-lab": 16, "ModelOpt": 16, "speculators": 8, "DeepSpec": 7}  # of a block, where unnamed
+ANCHOR = {True: "anchor", False: "fill-in"}
+
+
+def matches(folder: ForeignFolder) -> bool:
+    """Says whether a folder holds a block drafter, by its tensors' names or its config."""
+    named = {"fc.weight", "hidden_norm.weight"} <= folder.tensors.keys()
+    kind = folder.config.get("speculators_model_type")
+    return named or kind in KINDS + OTHER_KINDS or "dflash_config" in folder.config
+
+
+def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Reading:
+    """Returns a drafter's config and weights for this target; `given` is what the user decided.
+
+    Raises UserError if the files do not fit each other or the target, and UnsupportedModelError,
+    which names it, for whatever changes the forward pass and is not known.
+    """
+    _refuse(folder)
+    config = _Settings(folder)
+    decided = {key: value for key, value in given.items() if key not in ("taps", "alignment")}
+    require_nothing_given(folder, decided, config.format)
+    found = Reading(config.format, "dflash", {})
+    fc = folder.take("fc.weight")
+    D, target_width = len(fc), backbone.config.hidden_size
+    if fc.shape[1] % target_width:
+        raise UserError(
+            f"{folder.path}: got fc of {fc.shape[1]} inputs, expected a multiple of the target's "
+            f"hidden size of {target_width}: it was trained for another target"
+        )
+    count = fc.shape[1] // target_width
+    taps = given.get("taps") or config.taps(count, backbone.config.num_layers, found)
+    backbone.config.require_taps(taps)
+    if len(taps) != count:
+        raise UserError(
+            f"{folder.path}: got fc for {count} taps and ids of {len(taps)}, expected as many: "
+            "name the layers with --taps"
+        )
+    found.said.append(f"taps {', '.join(map(str, taps))}")
+    is_anchor = config.is_anchor(given.get("alignment"), found)
+    rows, mask = config.block_size(found), config.get("mask_token_id")
+    V = backbone.config.vocab_size
+    if type(mask) is not int or not 0 <= mask < V:
+        raise UserError(
+            f"{folder.path}: got mask_token_id {mask!r:.40}, expected one below {V}, the rows of "
+            "the target's embedding"
+        )
+    found.said.append(f"blocks of {rows} rows, alignment {ANCHOR[is_anchor]}")
+    state = {
+        "fusion.fc": fc.T,
+        "fusion.out_norm": folder.take("hidden_norm.weight"),
+        "norm": folder.take("norm.weight"),
+    }
+    fields: dict[str, Any] = {"taps": list(taps), "block_size": rows, "mask_token_id": mask}
+    fields |= {"sample_from_anchor": is_anchor, "hidden_size": D}
+    fields |= _layers(folder, config, state)
+    fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
+    fields["own_embedding"] = take_embedding(folder, backbone, D, state, found)
+    found.draft_token_ids = ids = take_head(folder, backbone, D, state, found)
+    theirs = backbone.head.weight.detach().float()[:V]
+    fields["own_head"] = not torch.equal(state["head"], theirs if ids is None else theirs[ids])
+    size = len(state["head"])
+    if not fields["own_head"]:
+        del state["head"]
+    found.said.append("a head of its own" if fields["own_head"] else "the target's head")
+    fields["markov_rank"] = _markov(folder, config, (V, size), state, found)
+    if any(name.startswith(CONFIDENCE) for name in folder.tensors):
+        found.said.append("its confidence head is not read: guesses have probabilities")
+    folder.require_all_read(HARMLESS + CONFIDENCE)
+    found.config, found.state = fields, state
+    found.others = _other_readings(fields, backbone.config.num_layers)
+    return found
+
+
+def _refuse(folder: ForeignFolder) -> None:
+    """Raises UnsupportedModelError for tensors or files of drafters that are not supported."""
+    for part, what in REFUSED.items():
+        name = next((name for name in sorted(folder.tensors) if part in name), "")
+        if name:
+            raise UnsupportedModelError(f"{folder.path}: got {name}, {what}: not supported yet")
+    if folder.path.is_dir() and (folder.path / "mask_embedding.pt").exists():
+        raise UnsupportedModelError(
+            f"{folder.path}: got mask_embedding.pt, expected a mask that is one of the target's "
+            "tokens: a row of its own is not supported"
+        )
+
+
+# ---- the config ----
+
+
+class _Settings:
+    """Reads the config of a block drafter, whose keys may be nested in two ways."""
+
+    def __init__(self, folder: ForeignFolder) -> None:
+        top, self._folder = folder.config, folder
+        layer = top.get("transformer_layer_config") or {}
+        nested = top.get("dflash_config") or {}
+        if not isinstance(layer, dict) or not isinstance(nested, dict):
+            raise UserError(f"{folder.path}: got a config whose parts are no objects")
+        if layer:
+            layer = with_defaults(folder, layer, MODELS)
+        elif top.get("model_type") not in (None, *MODELS):
+            raise unsupported(folder, "model_type", top["model_type"], " or ".join(MODELS))
+        self._places = (top, nested, layer)
+        for place in self._places:
+            for name, values in ONLY.items():
+                value = place.get(name)
+                if value is not None and value not in values:
+                    expected = " or ".join(map(str, values)) or "none"
+                    raise unsupported(folder, name, value, expected)
+            kinds = set(place.get("layer_types") or ()) - {"full_attention"}
+            if kinds:
+                raise unsupported(folder, "layer_types", sorted(kinds)[0], "full_attention")
+            require_known_keys(folder, place, {*KNOWN, *ONLY})
+        is_dspark = bool({"shift_label", "projector_type"} & nested.keys())
+        is_modelopt = is_dspark or MARKOV[0] in folder.tensors
+        self.kind = top.get("speculators_model_type")
+        if self.kind:
+            self.format = "speculators"
+        elif nested:
+            self.format = "ModelOpt" if is_modelopt else "z-lab"
+        elif "target_layer_ids" in top:
+            self.format = "DeepSpec"
+        else:
+            raise UnsupportedModelError(
+                f"{folder.path}: got a config without dflash_config, speculators_model_type and "
+                "target_layer_ids, expected one of them"
+            )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a value of the config, wherever it is nested; null counts as absent."""
+        return next((p[name] for p in self._places if p.get(name) is not None), default)
+
+    def taps(self, count: int, n: int, found: Reading) -> list[int]:
+        """Returns `count` taps of a target of n layers: ids are layers' inputs in speculators'
+        files, and outputs in others."""
+        is_input = self.format == "speculators"
+        name = "aux_hidden_state_layer_ids" if is_input else "target_layer_ids"
+        ids = self.get(name)
+        if ids is None and not is_input:
+            steps = range(count)
+            ids = [round(1 + i * (n - 4) / (count - 1)) for i in steps] if count > 1 else [n // 2]
+            found.doubts.append(f"the config names no layers: outputs {ids} are the usual ones")
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise unsupported(self._folder, name, ids, "a list of integers")
+        if is_input:
+            return ids
+        found.said.append(f"ids {', '.join(map(str, ids))} read as layers' outputs")
+        return [i + 1 for i in ids]
+
+    def is_anchor(self, given: str | None, found: Reading) -> bool:
+        """Returns whether row k of a block guesses the token after its own."""
+        if given is not None:
+            return given == ANCHOR[True]
+        if self.format == "DeepSpec":
+            return True
+        name = "sample_from_anchor" if self.format == "speculators" else "shift_label"
+        value = self.get(name)
+        if value is None and self.kind == "dspark":
+            found.doubts.append(f"{name} is not in the config, read as no: --alignment anchor")
+        if value not in (None, True, False):
+            raise unsupported(self._folder, name, value, "true or false")
+        return bool(value)
+
+    def block_size(self, found: Reading) -> int:
+        """Returns the rows of a block."""
+        rows = self.get("block_size")
+        if rows is None:
+            rows = ROWS[self.format]
+            found.doubts.append(f"the config names no block_size: {rows} is the usual one")
+        if type(rows) is not int or rows < 2:
+            raise unsupported(self._folder, "block_size", rows, "2 rows or more")
+        return rows
+
+    def rope(self, found: Reading) -> dict[str, Any]:
+        """Returns the drafter's own rotary parameters; the base is a million where none is named,
+        as in Qwen3's models."""
+        names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
+        layer = {"rope_theta": 1e6} | {key: self.get(key) for key in names if self.get(key)}
+        rope = rotary_parameters(self._folder, layer)
+        found.said.append(f"rotary base {rope['rope_theta']:g}, {rope['rope_type']}")
+        return rope
+
+
+# ---- the weights ----
+
+
+def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Moves the layers' weights into `state` and returns the fields that they decide."""
+    count = 0
+    while f"layers.{count}.input_layernorm.weight" in folder.tensors:
+        count += 1
+    named = config.get("num_hidden_layers", count)
+    if not count or named != count:
+        raise UserError(
+            f"{folder.path}: got num_hidden_layers {named!r:.40} and weights of {count} layers, "
+            "expected as many, 1 or more"
+        )
+    sizes = layer_sizes(folder, config.get("num_attention_heads"))
+    norms: dict[str, tuple[str, ...]] = {"attention_norm": ("input_layernorm",)}
+    has_norms = "layers.0.self_attn.q_norm.weight" in folder.tensors
+    if has_norms:
+        norms |= {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+    for i in range(count):
+        take_layer(folder, i, norms, state)
+    return {"layers": count, "qk_norms": has_norms} | sizes
+
+
+def _markov(
+    folder: ForeignFolder,
+    config: _Settings,
+    sizes: tuple[int, int],
+    state: dict[str, Tensor],
+    found: Reading,
+) -> int:
+    """Moves the tables of a Markov head into `state` and returns its rank, 0 for none; `sizes` are
+    the tokens of the target and those of the head."""
+    tables = []
+    for name in MARKOV:
+        flat = name if name in folder.tensors else f"{name}.weight"
+        flat = flat if flat in folder.tensors else f"markov_head.{name}.weight"
+        if flat in folder.tensors:
+            tables.append(folder.take(flat))
+    rank = tables[0].shape[1] if tables else 0
+    named = config.get("markov_rank", rank)
+    if len(tables) == 1 or named != rank:
+        raise UserError(
+            f"{folder.path}: got markov_rank {named!r:.40} and {len(tables)} tables of rank "
+            f"{rank}, expected two of this rank, or none and 0"
+        )
+    for ours, size, table in zip(("markov_read", "markov_write"), sizes, tables, strict=False):
+        if len(table) < size or table.shape[1] != rank:
+            raise UserError(
+                f"{folder.path}: got a Markov table of shape {list(table.shape)}, expected "
+                f"{[size, rank]}"
+            )
+        state[ours] = table[:size]
+    if rank:
+        found.said.append(f"a Markov head of rank {rank}")
+    return rank
+
+
+def _other_readings(config: dict[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
+    """Returns other readings of the same weights, in words: the fields in which they differ."""
+    other = not config["sample_from_anchor"]
+    found: dict[str, dict[str, Any]] = {
+        f"--alignment {ANCHOR[other]}": {"sample_from_anchor": other}
+    }
+    for step in (-1, 1):
+        moved = [tap + step for tap in config["taps"]]
+        if min(moved) >= 0 and max(moved) <= num_layers:
+            found[f"--taps {','.join(map(str, moved))}"] = {"taps": moved}
+    return found

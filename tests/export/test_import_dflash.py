@@ -1,0 +1,347 @@
+"""Imports DFlash and DSpark drafters as their libraries write them, and refuses others.
+
+The published forward pass is written here after its definition, and shares no code with ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from lossless import require_lossless
+from tiny_target import save_llama, teach
+from torch import Tensor
+from workshop import WORDS
+
+from spec_export import make_bundle, target
+from spec_export.bundling.drafters import load_module
+from spec_export.cli import main
+from spec_export.decoder import Backbone
+from spec_export.drafters import dflash
+from spec_export.drafters.layers import Batch
+from spec_export.foreign import importer
+from spec_export.foreign.importer import Overrides, run
+from spec_export.hidden_states import features_and_taps
+from spec_export.make_bundle import BuildOptions
+from spec_export.report import Report
+from spec_export.training.checkpoint import load_drafter
+from spec_runtime.errors import UserError
+
+N, VOCAB, ROWS, MASK, THETA = 6, 98, 4, 9, 300.0
+IDS = torch.arange(0, VOCAB, 2)  # the draft vocabulary of speculators' files
+OFFSETS = {"d2t": IDS - torch.arange(len(IDS))}
+LAYER: dict[str, Any] = {
+    **{"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu"},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    **{"num_hidden_layers": 2, "head_dim": 8, "rope_theta": THETA},
+}
+NESTED = {"target_layer_ids": [0, 2, 5], "mask_token_id": MASK}
+FLAT = {"target_layer_ids": [0, 2, 5], "mask_token_id": MASK, "block_size": ROWS}
+SPECULATORS: dict[str, Any] = {
+    **{"aux_hidden_state_layer_ids": [1, 3, N], "mask_token_id": MASK, "block_size": ROWS},
+    "transformer_layer_config": {
+        **{key: value for key, value in LAYER.items() if key != "rope_theta"},
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+    },
+}
+MARKOV = {"markov_rank": 5, "sample_from_anchor": True}
+
+
+def flat_markov(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("markov_head.").removesuffix(".weight") if "markov" in name else name: x
+        for name, x in state.items()
+    }
+
+
+# A config as the library writes it, fields of our drafter, and how its tensors are written.
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] = {
+    "z-lab": (LAYER | {"dflash_config": NESTED, "block_size": ROWS}, {}, dict),
+    "ModelOpt": (
+        LAYER
+        | {
+            "dflash_config": NESTED
+            | {"projector_type": "dspark", "shift_label": True, "block_size": ROWS}
+            | {"markov_rank": 5, "markov_head_type": "vanilla", "use_confidence_head": True}
+        },
+        MARKOV,
+        lambda state: flat_markov(state) | {"confidence_proj.weight": torch.ones(1, 37)},
+    ),
+    "speculators": (
+        SPECULATORS | {"speculators_model_type": "dflash", "draft_vocab_size": len(IDS)},
+        {"own_head": True},
+        lambda state: state | OFFSETS,
+    ),
+    "speculators' dspark": (
+        SPECULATORS | {"speculators_model_type": "dspark"} | MARKOV,
+        MARKOV | {"own_embedding": True, "own_head": True},
+        dict,
+    ),
+    "DeepSpec": (
+        LAYER | FLAT | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0},
+        {"sample_from_anchor": True},
+        dict,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_llama(tmp_path_factory.mktemp("blocks") / "llama", num_hidden_layers=N)
+    return teach(folder, WORDS[:2], num_steps=15)
+
+
+def published_state(drafter: Any) -> dict[str, Tensor]:
+    """Returns the weights of a drafter of ours as `speculators` names and stores them."""
+    state = {
+        "fc.weight": drafter.fusion.fc.T,
+        "hidden_norm.weight": drafter.fusion.out_norm,
+        "norm.weight": drafter.norm,
+        "lm_head.weight": drafter.head if drafter.config.own_head else drafter.head_VD,
+        "embed_tokens.weight": drafter.embedding_table,
+    }
+    if drafter.config.markov_rank:
+        state["markov_head.markov_w1.weight"] = drafter.markov_read
+        state["markov_head.markov_w2.weight"] = drafter.markov_write
+    H, G, Dh = drafter.dims.num_heads, drafter.dims.num_kv_heads, drafter.dims.head_dim
+    for i, layer in enumerate(drafter.layers):
+        parts = dict(
+            zip(
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                layer.qkv.T.split((H * Dh, G * Dh, G * Dh)),
+                strict=True,
+            )
+        )
+        parts["mlp.gate_proj"], parts["mlp.up_proj"] = layer.gate_up.T.chunk(2)
+        parts |= {"self_attn.o_proj": layer.out.T, "mlp.down_proj": layer.down.T}
+        parts |= {"input_layernorm": layer.attention_norm}
+        parts |= {"post_attention_layernorm": layer.mlp_norm}
+        parts |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        state |= {f"layers.{i}.{name}.weight": tensor for name, tensor in parts.items()}
+    return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+
+
+def published_block(state: dict[str, Tensor], taps: list[Tensor], root: int) -> Tensor:
+    """Returns what the head reads, a row for each of the block's, after context rows [p, D]."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * state[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ state[f"{name}.weight"].T
+
+    context = norm(linear(torch.cat(taps, -1), "fc"), "hidden_norm")
+    x = state["embed_tokens.weight"][[root] + [MASK] * (ROWS - 1)]
+    p = len(context)
+    frequency = THETA ** -(torch.arange(0, 8, 2) / 8)
+    angle = torch.outer(torch.arange(p + ROWS).float(), frequency).repeat(1, 2)
+
+    def turn(heads: Tensor, rows: slice) -> Tensor:
+        first, second = heads.chunk(2, -1)
+        return heads * angle.cos()[rows] + torch.cat((-second, first), -1) * angle.sin()[rows]
+
+    for i in range(2):
+        at = f"layers.{i}.self_attn"
+        h = norm(x, f"layers.{i}.input_layernorm")
+        both = torch.cat((context, h))
+        q = norm(linear(h, f"{at}.q_proj").view(ROWS, 4, 8), f"{at}.q_norm").transpose(0, 1)
+        k = norm(linear(both, f"{at}.k_proj").view(p + ROWS, 2, 8), f"{at}.k_norm").transpose(0, 1)
+        v = linear(both, f"{at}.v_proj").view(p + ROWS, 2, 8).transpose(0, 1)
+        k, v = turn(k, slice(None)).repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        weight = torch.softmax(turn(q, slice(p, None)) @ k.transpose(1, 2) * 8**-0.5, -1)
+        x = x + linear((weight @ v).transpose(0, 1).reshape(ROWS, 32), f"{at}.o_proj")
+        h = norm(x, f"layers.{i}.post_attention_layernorm")
+        gate, up = (linear(h, f"layers.{i}.mlp.{part}_proj") for part in ("gate", "up"))
+        x = x + linear(gate * torch.sigmoid(gate) * up, f"layers.{i}.mlp.down_proj")
+    return norm(x, "norm")
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def backbone_of(llama: Path) -> tuple[Any, Backbone]:
+    model, _ = target.load(target.resolve(str(llama)))
+    return model, Backbone.from_transformers(model)
+
+
+def random_drafter(name: str, llama: Path) -> dflash.Drafter:
+    config = dflash.Config(
+        taps=(1, 3, N), block_size=ROWS, mask_token_id=MASK, rope={"rope_theta": THETA},
+        norm_eps=1e-5, head_dim=8, num_heads=4, num_kv_heads=2, intermediate_size=48,
+        **FORMATS[name][1],
+    )  # fmt: skip
+    torch.manual_seed(3)
+    ids = IDS if name == "speculators" else None
+    drafter = dflash.Drafter(config, target.ends(backbone_of(llama)[1]), ids)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return drafter
+
+
+def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Returns a folder of this format, and all weights by speculators' names; z-lab and ModelOpt
+    write none of the target's."""
+    config, _, tensors_of = FORMATS[name]
+    state = published_state(random_drafter(name, llama))
+    lent = () if name.startswith(("spec", "Deep")) else ("lm_head.weight", "embed_tokens.weight")
+    tensors = {key: tensor for key, tensor in state.items() if key not in lent}
+    return write(folder, config, tensors_of(tensors)), state
+
+
+class Lines(Report):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
+    """All guesses of whole blocks against the published forward pass, within 1e-4, and those of a
+    Markov head after each of the candidates before them."""
+    folder, state = write_format(tmp_path / "x", name, llama)
+    report = Lines()
+    out = run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
+    assert report.lines[0].startswith(f"x: {name.partition(chr(39))[0]}'s dflash; ")
+    assert f"; taps 1, 3, {N}; " in report.lines[0]
+    assert report.warnings == []
+    hf_model, backbone = backbone_of(llama)
+    module: Any = load_module(load_drafter(out), backbone.config, target.ends(backbone))
+    fields = FORMATS[name][1]
+    is_anchor = fields.get("sample_from_anchor", False)
+    for key in ("own_head", "own_embedding", "markov_rank", "sample_from_anchor"):
+        assert getattr(module.config, key) == fields.get(key, False)
+    vocabulary = module.draft_token_ids
+    assert vocabulary.tolist() == list(range(0, VOCAB, 2 if name == "speculators" else 1))
+    token_T = torch.arange(3, 15) * 7 % VOCAB
+    with torch.no_grad():
+        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
+        ids, log_probs, pairs = module.guesses_with_pairs(batch, len(vocabulary))
+        assert (pairs is not None) == ("markov_rank" in fields)
+        assert ids.shape[2] == ROWS - (0 if is_anchor else 1)
+        for t in range(11):
+            taps = [tap[0, : t + 1] for tap in states[1:]]
+            root = int(token_T[t + 1])
+            logits = published_block(state, taps, root) @ state["lm_head.weight"].T
+            logits = logits if is_anchor else logits[1:]
+            if pairs is not None:
+                read, bias = (state[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+                logits[0] += bias @ read[root]
+            index = torch.searchsorted(vocabulary, ids[0, t].contiguous())
+            expected = torch.log_softmax(logits, -1).gather(1, index)
+            torch.testing.assert_close(log_probs[0, t], expected, rtol=0, atol=1e-4)
+            for k in range(ROWS - 1 if pairs is not None else 0):
+                biased = logits[k + 1] + read[ids[0, t, k]] @ bias.T
+                after = torch.log_softmax(biased, -1).gather(1, index[k + 1].expand(VOCAB, -1))
+                torch.testing.assert_close(pairs[0, t, k], after, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["z-lab", "speculators' dspark"])
+def test_an_imported_block_drafter_changes_no_token(
+    name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build imports and measures it itself."""
+    monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
+    folder, _ = write_format(tmp_path / "x", name, llama)
+    options: Any = {"model": str(llama), "drafter_checkpoints": [folder]}
+    bundle = make_bundle.build(BuildOptions(out=tmp_path / "bundle", **options))
+    require_lossless(bundle, ["dflash"])
+
+
+def test_the_alignment_that_no_file_names_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    name = "speculators' dspark"
+    config = {key: x for key, x in FORMATS[name][0].items() if key != "sample_from_anchor"}
+    folder = write(tmp_path / "x", config, published_state(random_drafter(name, llama)))
+    report = Lines()
+    out = run(str(folder), str(llama), tmp_path / "a", report=report, is_measured=False)
+    doubt = "sample_from_anchor is not in the config, read as no: --alignment anchor"
+    assert report.warnings == [f"doubt: {doubt}"]
+    assert load_drafter(out).config["sample_from_anchor"] is False
+    given = ["--target", str(llama), "--out", str(tmp_path / "b"), "--no-measure"]
+    with pytest.raises(SystemExit) as ended:
+        main(["import", str(folder), *given, "--alignment", "anchor"])
+    assert ended.value.code in (0, None)
+    assert load_drafter(tmp_path / "b").config["sample_from_anchor"] is True
+
+
+def test_a_poor_block_drafter_is_read_otherwise(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
+    shown: list[Any] = []
+    monkeypatch.setattr(
+        Lines, "table", lambda self, header, rows: shown.extend(rows), raising=False
+    )
+    config = FORMATS["z-lab"][0] | {"dflash_config": NESTED | {"target_layer_ids": [0, 2, 4]}}
+    state = published_state(random_drafter("z-lab", llama))
+    run(str(write(tmp_path / "x", config, state)), str(llama), tmp_path / "out", report=Lines())
+    assert [words for words, _ in shown] == [
+        *("as read", "--alignment anchor", "--taps 0,2,4", "--taps 2,4,6")
+    ]
+
+
+EXTRA = torch.ones(1, 1)
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "sliding": ({"layer_types": ["sliding_attention"] * 2}, {}, "got layer_types 'sliding_attent"),
+    "causal": ({"is_causal": True}, {}, "got is_causal True in the config, expected False"),
+    "biases": ({"attention_bias": True}, {}, "got attention_bias True in the config"),
+    "a bias": ({}, {"layers.0.self_attn.q_proj.bias": EXTRA}, "got layers.0.self_attn.q_proj.bia"),
+    "scaled": ({"input_embedding_scale": 5.5}, {}, "got input_embedding_scale 5.5 in the config"),
+    "multiplied": ({"output_multiplier": 2.0}, {}, "got output_multiplier 2.0 in the config"),
+    "capped": ({"final_logit_softcapping": 30.0}, {}, "got final_logit_softcapping 30.0 in the"),
+    "gated": ({"markov_head_type": "gated"}, {}, "got markov_head_type 'gated' in the config"),
+    "rnn": ({}, {"markov_head.joint_proj.weight": EXTRA}, "recurrent Markov head: not supported"),
+    "DFlash2": ({}, {"candidate_selector.predecessor_codebook": EXTRA}, "DFlash2: not supported"),
+    "convolution": ({}, {"layers.0.mlp_conv.base_kernel": EXTRA}, "DFlash2: not supported"),
+    "Domino": (
+        {"dflash_config": NESTED | {"projector_type": "domino"}}, {}, "got projector_type 'domino'",
+    ),
+    "Laguna": ({}, {"layers.0.self_attn.qkv_proj.weight": EXTRA}, "Laguna: not supported yet"),
+    "an encoder": ({}, {"encoder.fc.weight": EXTRA}, "got encoder.fc.weight, DFlash with an enco"),
+    "XPress": ({"speculators_model_type": "xpress"}, {}, "got speculators_model_type 'xpress' in"),
+    "an unknown key": ({"residual_scale": 0.5}, {}, "got residual_scale 0.5 in the config, a key"),
+    "an unknown mask": (
+        {"dflash_config": NESTED | {"mask_token_id": 151669}}, {}, "got mask_token_id 151669, exp",
+    ),
+    "half a head": ({}, {"markov_w1": torch.ones(VOCAB, 5)}, "and 1 tables of rank 5, exp"),
+    "no Markov head": ({"markov_rank": 5}, {}, "got markov_rank 5 and 0 tables of rank 0, expect"),
+    "other layers": ({"num_hidden_layers": 3}, {}, "got num_hidden_layers 3 and weights of 2 lay"),
+    "other taps": (
+        {"dflash_config": NESTED | {"target_layer_ids": [1, 2]}}, {}, "got fc for 3 taps and ids",
+    ),
+    "another target": ({}, {"fc.weight": torch.ones(32, 40)}, "got fc of 40 inputs, expected a mu"),
+    "a block of one": ({"block_size": 1}, {}, "got block_size 1 in the config, expected 2 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_block_drafters_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
+    config, tensors, message = REFUSED[case]
+    state = published_state(random_drafter("z-lab", llama))
+    folder = write(tmp_path / "x", FORMATS["z-lab"][0] | config, state | tensors)
+    with pytest.raises(UserError, match=message) as raised:
+        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_block_leaves_nothing_to_decide_about_outputs(llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_format(tmp_path / "x", "z-lab", llama)
+    with pytest.raises(UserError, match=r"got --norm-output for .*, a drafter of z-lab, expected"):
+        run(str(folder), str(llama), tmp_path / "out", Overrides(norm_output=True))
