@@ -20,6 +20,7 @@ from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
     require_known_keys,
+    require_nothing_given,
     rotary_parameters,
     take_layer,
     unsupported,
@@ -81,6 +82,8 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     for name, what in REFUSED.items():
         if any(tensor.startswith(name) for tensor in folder.tensors):
             raise UnsupportedModelError(f"{folder.path}: got {name}*, {what}: not supported yet")
+    of_blocks = {name: value for name, value in given.items() if name == "alignment"}
+    require_nothing_given(folder, of_blocks, config.format)
     found = Reading(config.format, config.drafter, {})
     fc = folder.take("fc.weight")
     D, target_width = len(fc), backbone.config.hidden_size

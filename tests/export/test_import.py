@@ -353,6 +353,12 @@ def test_masks_leave_nothing_to_decide_about_outputs(llama: Path, tmp_path: Path
         run(str(folder), str(llama), tmp_path / "out", Overrides(norm_output=True))
 
 
+def test_rows_of_pairs_have_no_alignment(llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_format(tmp_path, "EAGLE", llama)
+    with pytest.raises(UserError, match=r"got --alignment for .*, a drafter of EAGLE, expected"):
+        run(str(folder), str(llama), tmp_path / "out", Overrides(alignment="anchor"))
+
+
 def test_an_imported_drafter_changes_no_token(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
