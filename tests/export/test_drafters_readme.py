@@ -79,7 +79,7 @@ def test_the_readme_names_what_exists() -> None:
     for file in re.findall(r"`((?:tests|spec_runtime)/[\w/]+\.py)`", README):
         assert (root / file).is_file(), file
     named = re.findall(r"`(\w+)\.(\w+Proposer)`", README)
-    assert len(named) == 2
+    assert len(named) == 3
     for module, cls in named:
         text = (root / "spec_runtime" / "proposers" / f"{module}.py").read_text()
         assert f"class {cls}" in text
