@@ -38,6 +38,7 @@ FORMS = {
 }
 NO_FORM = {
     "amphista": "no published form has its attention between heads",
+    "dflash": "the forms of z-lab and speculators are read by import, but not written yet",
     "draft_model": "it borrows the target's embedding and head through products of its own",
     "eagle": "vLLM's has no norm before its layer and no bias in fc, ours may have both",
     "hydra": "the published form has biases and no norm before its heads, and ours the reverse",
