@@ -38,7 +38,6 @@ from spec_export.drafters.layers import (
     CachedGraph,
     DecoderLayer,
     TargetEnds,
-    export_cached,
     rotate,
 )
 from spec_export.drafters.losses import IGNORED
@@ -225,14 +224,13 @@ class Drafter(RolloutDrafter):
         before = anchor_BA[b, a] + 1 + k  # the position of the token before the guess
         out = self.output_rows(self.blocks(batch, anchor_BA)[b, a, k])
         count_K = torch.bincount(k, minlength=K)
-        has_own = config.own_head or config.markov_rank > 0
         loss, is_top = self.cross_entropy(
             self.scored(out, batch.token_BT[b, before]),
             label_BAK[b, a, k],
             config.decay**k / count_K[k],
             batch.feature_BTF[b, before],
             config.soft_weight,
-            self.head_rows if has_own else None,
+            self.head_rows if self.trains_output_head else None,
         )
         correct_K = torch.zeros_like(count_K).index_add_(0, k, is_top.long())
         return loss, {"correct_K": correct_K, "count_K": count_K}
@@ -299,16 +297,8 @@ class Drafter(RolloutDrafter):
         Markov head there is the output pair_log_probs f32[K-1,C,C] over the first K rows of logits.
         """
         config = self.cache_config(target)
-        graph = export_cached(
-            _DrafterGraph(self, config),
-            config,
-            self.head_VD.dtype,
-            self.output_names(),
-            "dflash",
-            feature_width=self.dims.hidden_size,
-            capacity_symbolic=capacity_symbolic,
-        )
-        return {"drafter": graph}
+        graph = _DrafterGraph(self, config)
+        return self.export_graph(graph, config, "dflash", capacity_symbolic, more_outputs=())
 
 
 class ContextLayer(DecoderLayer):

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from spec_export import decoder
 from spec_export.drafters import eagle3
 from spec_export.drafters.fields import AtLeastZero
-from spec_export.drafters.layers import CachedGraph, TargetEnds, export_cached
+from spec_export.drafters.layers import CachedGraph, TargetEnds
 from spec_runtime.errors import UserError
 
 
@@ -96,16 +96,8 @@ class Drafter(eagle3.Drafter):
         and the caches. With V = mask_token_base mask d has the id V + d − 1.
         """
         config = self.cache_config(target)
-        model = export_cached(
-            _DrafterGraph(self, config),
-            config,
-            self.head_VD.dtype,
-            self.output_names(),
-            "peagle",
-            feature_width=self.dims.hidden_size,
-            capacity_symbolic=capacity_symbolic,
-        )
-        return {"drafter": model}
+        graph = _DrafterGraph(self, config)
+        return self.export_graph(graph, config, "peagle", capacity_symbolic, more_outputs=())
 
 
 class _DrafterGraph(CachedGraph):

@@ -6,6 +6,7 @@ target's features, each further level what the one before it predicted, as draft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -68,9 +69,15 @@ class RolloutDrafter(DrafterBase):
         )
 
     def export_graph(
-        self, graph: CachedGraph, config: decoder.DecoderConfig, name: str, capacity_symbolic: bool
+        self,
+        graph: CachedGraph,
+        config: decoder.DecoderConfig,
+        name: str,
+        capacity_symbolic: bool,
+        more_outputs: Sequence[str] = ("hidden",),
     ) -> dict[str, ir.Model]:
-        """Returns the graph "drafter", which also gives what the next level reads, "hidden".
+        """Returns the graph "drafter", which beside its guesses gives `more_outputs`, by default
+        what the next level reads.
 
         config: see `cache_config`. name: the drafter's.
         """
@@ -78,7 +85,7 @@ class RolloutDrafter(DrafterBase):
             graph,
             config,
             self.head_VD.dtype,
-            [*self.output_names(), "hidden"],
+            [*self.output_names(), *more_outputs],
             name,
             feature_width=self.dims.hidden_size,
             capacity_symbolic=capacity_symbolic,
