@@ -1,4 +1,5 @@
-"""Reads DFlash and DSpark drafters in the forms of z-lab, ModelOpt, speculators and DeepSpec.
+"""Reads DFlash and DSpark drafters in the forms of z-lab, ModelOpt, speculators, DeepSpec and
+llama.cpp.
 
 All have the tensors `fc`, `hidden_norm` and `norm`, and ordinary layers; DSpark adds the two tables
 of a Markov head. They differ in what an id of a target's layer means, its input or its output, and
@@ -61,9 +62,10 @@ REFUSED = {
     "gru": "Domino",
 }
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "input_embed_fn.weight")
-CONFIDENCE = ("confidence_head.", "confidence_proj")
+CONFIDENCE = ("confidence_head.", "confidence_proj", "conf_proj.")
 MARKOV = ("markov_w1", "markov_w2")
-ROWS = {"z-lab": 16, "ModelOpt": 16, "speculators": 8, "DeepSpec": 7}  # of a block, where unnamed
+# Rows of a block, where unnamed.
+ROWS = {"z-lab": 16, "ModelOpt": 16, "speculators": 8, "DeepSpec": 7, "GGUF": 16}
 ANCHOR = {True: "anchor", False: "fill-in"}
 
 
@@ -175,11 +177,15 @@ class _Settings:
             kinds = set(place.get("layer_types") or ()) - {"full_attention"}
             if kinds:
                 raise unsupported(folder, "layer_types", sorted(kinds)[0], "full_attention")
-            require_known_keys(folder, place, {*KNOWN, *ONLY})
-        is_dspark = bool({"shift_label", "projector_type"} & nested.keys())
-        is_modelopt = is_dspark or MARKOV[0] in folder.tensors
-        self.kind = top.get("speculators_model_type")
-        if self.kind:
+            if not folder.path.is_file():  # a GGUF file's keys are looked at when it is read
+                require_known_keys(folder, place, {*KNOWN, *ONLY})
+        has_flags = bool({"shift_label", "projector_type"} & nested.keys())
+        is_modelopt = has_flags or MARKOV[0] in folder.tensors
+        kind = top.get("speculators_model_type")
+        self.is_dspark = kind == "dspark" or f"{MARKOV[0]}.weight" in folder.tensors
+        if folder.path.is_file():
+            self.format = "GGUF"
+        elif kind:
             self.format = "speculators"
         elif nested:
             self.format = "ModelOpt" if is_modelopt else "z-lab"
@@ -197,8 +203,8 @@ class _Settings:
 
     def taps(self, count: int, n: int, found: Reading) -> list[int]:
         """Returns `count` taps of a target of n layers: ids are layers' inputs in speculators'
-        files, and outputs in others."""
-        is_input = self.format == "speculators"
+        and GGUF files, and outputs in others."""
+        is_input = self.format in ("speculators", "GGUF")
         name = "aux_hidden_state_layer_ids" if is_input else "target_layer_ids"
         ids = self.get(name)
         if ids is None and not is_input:
@@ -218,10 +224,12 @@ class _Settings:
             return given == ANCHOR[True]
         if self.format == "DeepSpec":
             return True
-        name = "sample_from_anchor" if self.format == "speculators" else "shift_label"
+        name = "shift_label" if self.format in ("z-lab", "ModelOpt") else "sample_from_anchor"
         value = self.get(name)
-        if value is None and self.kind == "dspark":
-            found.doubts.append(f"{name} is not in the config, read as no: --alignment anchor")
+        if value is None and self.is_dspark:
+            value = self.format == "GGUF"  # as llama.cpp reads it
+            read = f"read as {'yes' if value else 'no'}: --alignment {ANCHOR[not value]}"
+            found.doubts.append(f"{name} is not in the config, {read}")
         if value not in (None, True, False):
             raise unsupported(self._folder, name, value, "true or false")
         return bool(value)

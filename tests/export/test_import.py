@@ -137,6 +137,14 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
         {"taps": (1, N // 2 - 1, N - 4), "norm_before_residual": True},
         gguf_tensors,
     ),
+    "GGUF of today": (
+        GGUF_KEYS | {"extract_layers": None, "target_layers": [1, 4, N], "norm_before_fc": True},
+        {"taps": (1, 4, N), "norm_before_residual": True, "norm_before_fc": True},
+        lambda state: (
+            gguf_tensors(state)
+            | {"enc.output_norm.weight": state["input_norm.weight"].detach().numpy()}
+        ),
+    ),
 }
 
 
@@ -209,7 +217,7 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Dra
     state = published_state(drafter)
     if not drafter.config.own_embedding:
         del state["embed_tokens.weight"]
-    if name == "GGUF":
+    if name.startswith("GGUF"):
         path = folder / "gguf.gguf"
         write_model(path, "eagle3", tensors_of(state), config)
         return path, drafter
@@ -239,7 +247,7 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
     saved = load_drafter(
         run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
     )
-    assert report.lines[0].startswith(f"{folder.stem.lower()}: {name}'s eagle3; ")
+    assert report.lines[0].startswith(f"{folder.stem.lower()}: {name.split()[0]}'s eagle3; ")
     hf_model, backbone = backbone_of(llama)
     module = load_module(saved, backbone.config, target.ends(backbone))
     assert module.config.taps == drafter.config.taps

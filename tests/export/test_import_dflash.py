@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from lossless import require_lossless
+from tiny_gguf import write_model
 from tiny_target import save_llama, teach
 from torch import Tensor
 from workshop import WORDS
@@ -50,6 +52,8 @@ SPECULATORS: dict[str, Any] = {
     },
 }
 MARKOV = {"markov_rank": 5, "sample_from_anchor": True}
+EXTRA = torch.ones(1, 1)
+CUT = ("speculators", "GGUF")  # formats that are written with a draft vocabulary
 
 
 def flat_markov(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,6 +62,34 @@ def flat_markov(state: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, x in state.items()
     }
 
+
+def gguf_tensors(state: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns tensors by llama.cpp's names, and ids in d2t; a rotation's halves stay apart."""
+    found = {}
+    for line in GGUF_NAMES.split():
+        theirs, _, names = line.partition("=")
+        for i in range(2):
+            name = f"{names.replace('{i}', str(i))}.weight"
+            if name in state:
+                found[f"{theirs.replace('{i}', str(i))}.weight"] = state[name].numpy()
+    return found
+
+
+GGUF_NAMES = """
+fc=fc enc.output_norm=hidden_norm output_norm=norm output=lm_head token_embd=embed_tokens
+markov_w1=markov_head.markov_w1 markov_w2=markov_head.markov_w2
+blk.{i}.attn_norm=layers.{i}.input_layernorm blk.{i}.ffn_norm=layers.{i}.post_attention_layernorm
+blk.{i}.attn_q=layers.{i}.self_attn.q_proj blk.{i}.attn_k=layers.{i}.self_attn.k_proj
+blk.{i}.attn_v=layers.{i}.self_attn.v_proj blk.{i}.attn_output=layers.{i}.self_attn.o_proj
+blk.{i}.attn_q_norm=layers.{i}.self_attn.q_norm blk.{i}.attn_k_norm=layers.{i}.self_attn.k_norm
+blk.{i}.ffn_gate=layers.{i}.mlp.gate_proj blk.{i}.ffn_up=layers.{i}.mlp.up_proj
+blk.{i}.ffn_down=layers.{i}.mlp.down_proj
+"""
+GGUF_KEYS: dict[str, Any] = {
+    **{"embedding_length": 32, "block_count": 2, "attention.head_count": 4, "block_size": ROWS},
+    **{"attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8},
+    **{"rope.freq_base": THETA, "target_layers": [1, 3, N]},  # layers' inputs
+}
 
 # A config as the library writes it, fields of our drafter, and how its tensors are written.
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] = {
@@ -81,6 +113,19 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
         SPECULATORS | {"speculators_model_type": "dspark"} | MARKOV,
         MARKOV | {"own_embedding": True, "own_head": True},
         dict,
+    ),
+    "GGUF": (
+        GGUF_KEYS,
+        {"own_head": True},
+        lambda state: gguf_tensors(state) | {"d2t": IDS.numpy()},
+    ),
+    "GGUF's dspark": (
+        GGUF_KEYS | {"sample_from_anchor": True, "has_confidence_head": True},
+        MARKOV | {"own_embedding": True, "own_head": True},
+        lambda state: (
+            gguf_tensors(state)
+            | {"conf_proj.weight": np.ones((1, 37), np.float32), "conf_proj.bias": EXTRA[0].numpy()}
+        ),
     ),
     "DeepSpec": (
         LAYER | FLAT | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0},
@@ -180,7 +225,7 @@ def random_drafter(name: str, llama: Path) -> dflash.Drafter:
         **FORMATS[name][1],
     )  # fmt: skip
     torch.manual_seed(3)
-    ids = IDS if name == "speculators" else None
+    ids = IDS if name in CUT else None
     drafter = dflash.Drafter(config, target.ends(backbone_of(llama)[1]), ids)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -189,13 +234,17 @@ def random_drafter(name: str, llama: Path) -> dflash.Drafter:
 
 
 def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Returns a folder of this format, and all weights by speculators' names; z-lab and ModelOpt
-    write none of the target's."""
+    """Returns a folder or file of this format, and all weights by speculators' names; z-lab and
+    ModelOpt write none of the target's."""
     config, _, tensors_of = FORMATS[name]
     state = published_state(random_drafter(name, llama))
-    lent = () if name.startswith(("spec", "Deep")) else ("lm_head.weight", "embed_tokens.weight")
-    tensors = {key: tensor for key, tensor in state.items() if key not in lent}
-    return write(folder, config, tensors_of(tensors)), state
+    lent = ("lm_head.weight", "embed_tokens.weight") if name in ("z-lab", "ModelOpt") else ()
+    tensors = tensors_of({key: tensor for key, tensor in state.items() if key not in lent})
+    if name.startswith("GGUF"):
+        path = folder.with_suffix(".gguf")
+        write_model(path, "dspark" if "dspark" in name else "dflash", tensors, config, MASK)
+        return path, state
+    return write(folder, config, tensors), state
 
 
 class Lines(Report):
@@ -227,7 +276,7 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
     for key in ("own_head", "own_embedding", "markov_rank", "sample_from_anchor"):
         assert getattr(module.config, key) == fields.get(key, False)
     vocabulary = module.draft_token_ids
-    assert vocabulary.tolist() == list(range(0, VOCAB, 2 if name == "speculators" else 1))
+    assert vocabulary.tolist() == list(range(0, VOCAB, 2 if name in CUT else 1))
     token_T = torch.arange(3, 15) * 7 % VOCAB
     with torch.no_grad():
         states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
@@ -252,7 +301,7 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
                 torch.testing.assert_close(pairs[0, t, k], after, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["z-lab", "speculators' dspark"])
+@pytest.mark.parametrize("name", ["z-lab", "speculators' dspark", "GGUF"])
 def test_an_imported_block_drafter_changes_no_token(
     name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +329,53 @@ def test_the_alignment_that_no_file_names_is_asked_for(llama: Path, tmp_path: Pa
     assert load_drafter(tmp_path / "b").config["sample_from_anchor"] is True
 
 
+@pytest.mark.parametrize(("name", "is_anchor"), [("GGUF", False), ("GGUF's dspark", True)])
+def test_a_gguf_file_without_an_alignment_is_read_as_llama_cpp_does(
+    name: str, is_anchor: bool, llama: Path, tmp_path: Path
+) -> None:
+    keys, _, tensors_of = FORMATS[name]
+    tensors = tensors_of(published_state(random_drafter(name, llama)))
+    write_model(tmp_path / "x.gguf", "dflash", tensors, keys | {"sample_from_anchor": None}, MASK)
+    report = Lines()
+    out = run(
+        str(tmp_path / "x.gguf"), str(llama), tmp_path / "out", report=report, is_measured=False
+    )
+    assert load_drafter(out).config["sample_from_anchor"] is is_anchor
+    read = "sample_from_anchor is not in the config, read as yes: --alignment fill-in"
+    assert report.warnings == ([f"doubt: {read}"] if is_anchor else [])
+
+
+GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a window": ({"attention.sliding_window": 8}, {}, r"got dflash\.attention\.sliding_window 8:"),
+    "a rotation of sections": (
+        {"rope.dimension_sections": [4, 0, 0, 0]}, {}, r"got dflash\.rope\.dimension_sections \[4",
+    ),
+    "part of a head turned": ({"rope.dimension_count": 4}, {}, "dimension_count 4, expected the"),
+    "causal": ({"attention.causal": True}, {}, "got is_causal True in the config, expected False"),
+    "capped": ({"final_logit_softcapping": 30.0}, {}, "got final_logit_softcapping 30.0 in the"),
+    "multiplied": ({"logit_scale": 0.5}, {}, "got output_multiplier 0.5 in the config, expected"),
+    "no layers": ({"target_layers": None}, {}, "got aux_hidden_state_layer_ids None in the confi"),
+    "other layers": ({"block_count": 3}, {}, "got num_hidden_layers 3 and weights of 2 layers"),
+    "no heads": ({"attention.head_count": 0}, {}, r"dimension_count 8, expected the size of a hea"),
+    "sinks": ({}, {"blk.0.attn_sinks.weight": EXTRA[0].numpy()}, r"got blk\.0\.attn_sinks\.weight"),
+    "scales": ({}, {"fc.scale": EXTRA[0].numpy()}, r"got fc\.scale, which no drafter"),
+    "DFlash2": ({}, {"blk.1.attn_conv_base": EXTRA.numpy()}, "base_kernel, DFlash2: not supported"),
+    "a selector": ({}, {"selector_hidden.weight": EXTRA.numpy()}, "DFlash2: not supported yet"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GGUF_REFUSED)
+def test_other_gguf_files_of_blocks_are_refused(case: str, llama: Path, tmp_path: Path) -> None:
+    more_keys, more, message = GGUF_REFUSED[case]
+    keys, _, tensors_of = FORMATS["GGUF"]
+    tensors = tensors_of(published_state(random_drafter("GGUF", llama))) | more
+    write_model(tmp_path / "x.gguf", "dflash", tensors, keys | more_keys, MASK)
+    with pytest.raises(UserError, match=message) as raised:
+        run(str(tmp_path / "x.gguf"), str(llama), tmp_path / "out", is_measured=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_poor_block_drafter_is_read_otherwise(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +392,6 @@ def test_a_poor_block_drafter_is_read_otherwise(
     ]
 
 
-EXTRA = torch.ones(1, 1)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sliding": ({"layer_types": ["sliding_attention"] * 2}, {}, "got layer_types 'sliding_attent"),
     "causal": ({"is_causal": True}, {}, "got is_causal True in the config, expected False"),

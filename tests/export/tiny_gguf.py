@@ -69,9 +69,13 @@ def write_tokenizer(
 
 
 def write_model(
-    path: Path, architecture: str, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Any]
+    path: Path,
+    architecture: str,
+    tensors: Mapping[str, np.ndarray],
+    keys: Mapping[str, Any],
+    mask_token_id: int | None = None,
 ) -> None:
-    """Writes a model of SIZES without a tokenizer.
+    """Writes a model of SIZES without a tokenizer, but for the id of a mask token if there is one.
 
     `keys` are further ones under the architecture's name, or replace those of all architectures;
     None removes one.
@@ -99,6 +103,8 @@ def write_model(
             writer.add_key_value(f"{architecture}.{key}", value, kind)
     for name in ("bos", "eos"):
         getattr(writer, f"add_{name}_token_id")(SIZES[f"{name}_token_id"])
+    if mask_token_id is not None:
+        writer.add_mask_token_id(mask_token_id)
     for name, values in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(values))
     _write(writer)
