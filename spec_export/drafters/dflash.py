@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.drafters.bigram_pairs import conditioned_log_probs
-from spec_export.drafters.fields import AtLeastOne, AtLeastZero, NotNegative, Share
+from spec_export.drafters.fields import AtLeastOne, AtLeastZero, Share
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
@@ -41,32 +41,30 @@ from spec_export.drafters.layers import (
     rotate,
 )
 from spec_export.drafters.losses import IGNORED
-from spec_export.drafters.rollout import RolloutDrafter, attend_groups, choose_anchors
-from spec_export.modules.fusion import Fusion
+from spec_export.drafters.rollout import (
+    FusedConfig,
+    FusedDrafter,
+    attend_groups,
+    choose_anchors,
+)
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
 
 AtLeastTwo = Annotated[int, Ge(2)]
 
 
 @dataclass(frozen=True)
-class Config(Checked):
-    """The settings of DFlash and DSpark.
+class Config(FusedConfig):
+    """The settings of DFlash and DSpark; see FusedConfig.
 
-    `taps` are the target layers whose inputs are read, in the order in which fc has them; the
-    number of layers itself is the last layer's output. `block_size` rows make a block, the root
-    among them, and `mask_token_id` is the token whose embedding the others have.
+    `block_size` rows make a block, the root among them, and `mask_token_id` is the token whose
+    embedding the others have.
 
     - `sample_from_anchor`: a row guesses the token after its own, else the one at its own place.
     - `markov_rank`: the width of the Markov head, 0 for none.
-    - `qk_norms`: queries and keys are normed, as Qwen3 does.
-    - `own_embedding`, `own_head`: it has such a table of its own, else the target's.
-    - `rope`: parameters of a rotary embedding as transformers writes them, else the target's.
-    - the sizes, where they are not the target's.
+    - `own_head`: it has a head of its own, else the target's.
     - `anchor_fraction`: the share of rows behind which a training step puts a block.
     """
 
-    taps: tuple[int, ...] = ()
     layers: AtLeastOne = 2
     block_size: AtLeastTwo = 8
     mask_token_id: AtLeastZero = 0
@@ -74,23 +72,10 @@ class Config(Checked):
     markov_rank: AtLeastZero = 0
     top_k: AtLeastOne = 16
     qk_norms: bool = True
-    own_embedding: bool = False
     own_head: bool = False
-    rope: dict[str, Any] | None = None
-    hidden_size: AtLeastOne | None = None
-    intermediate_size: AtLeastOne | None = None
-    num_heads: AtLeastOne | None = None
-    num_kv_heads: AtLeastOne | None = None
-    head_dim: AtLeastOne | None = None
-    norm_eps: NotNegative | None = None
     anchor_fraction: Share = 0.2
     soft_weight: Share = 0.5
     decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.taps:
-            raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
 
     @property
     def num_guesses(self) -> int:
@@ -103,42 +88,24 @@ class Config(Checked):
         return 0 if self.sample_from_anchor else 1
 
 
-class Drafter(RolloutDrafter):
+class Drafter(FusedDrafter):
     """The trained part: fusion, layers and norm, and with a Markov head its two tables; see
     DrafterBase for what it borrows."""
 
-    fuses_taps = True
     config: Config
 
     def __init__(
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
     ) -> None:
         super().__init__(config, ends, draft_token_ids)
-        dims = self.dims
-        D, target_width, V = dims.hidden_size, ends.dims.hidden_size, len(ends.embed_VD)
-        if target_width != D and not (config.own_embedding and config.own_head):
-            raise UserError(
-                f"got hidden_size {D} with the target's embedding or head, expected its "
-                f"{target_width}, or own_embedding and own_head"
-            )
+        V = len(ends.embed_VD)
         if config.mask_token_id >= V:
             raise UserError(
                 f"got mask_token_id {config.mask_token_id}, expected one below {V}, the rows of "
                 "the target's embedding"
             )
-        self.fusion = Fusion(config.taps, target_width, D, "none", dims.norm_eps, out_norm=True)
-        self.layers = nn.ModuleList(
-            ContextLayer(dims, qk_norms=config.qk_norms) for _ in range(config.layers)
-        )
-        for layer in self.layers:
-            layer.load_target_layer(ends.last_layer)
-            layer.start_as_identity()
-        fits = target_width == D
-        self.norm = nn.Parameter(ends.final_norm_D.float().clone() if fits else torch.ones(D))
-        if config.own_embedding:
-            self.embedding = nn.Parameter(_start(ends.embed_VD, V, D))
-        if config.own_head:
-            self.head = nn.Parameter(_start(self.head_VD, len(self.head_VD), D))
+        layers = [ContextLayer(self.dims, qk_norms=config.qk_norms) for _ in range(config.layers)]
+        self.add_parts(ends, layers, out_norm=True, own_head=config.own_head)
         if config.markov_rank:
             self.markov_read = nn.Parameter(torch.randn(V, config.markov_rank) * 0.02)
             self.markov_write = nn.Parameter(torch.zeros(len(self.head_VD), config.markov_rank))
@@ -150,20 +117,12 @@ class Drafter(RolloutDrafter):
     # ---- rows ------------------------------------------------------------------------------------
 
     @property
-    def embedding_table(self) -> Tensor:
-        return self.embedding if self.config.own_embedding else self.embed_VD
-
-    @property
     def head_rows(self) -> Tensor:
         """Returns what the rows of `scored` are multiplied with, [Vd, D + r]."""
         head = self.head if self.config.own_head else self.head_VD
         if not self.config.markov_rank:
             return head
         return torch.cat((head, self.markov_write.to(head.dtype)), -1)
-
-    def output_rows(self, hidden: Tensor) -> Tensor:
-        """Returns what the head reads, [..., D]."""
-        return F.rms_norm(hidden, self.norm.shape, self.norm.to(hidden.dtype), self.dims.norm_eps)
 
     def scored(self, out: Tensor, previous: Tensor) -> Tensor:
         """Returns the rows [..., D + r] whose product with `head_rows` are a guess's logits, from
@@ -358,10 +317,3 @@ class _DrafterGraph(CachedGraph):
             padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
             outputs.append(drafter.pairs(*(x.index_select(0, torch.arange(K)) for x in padded)))
         return (*outputs, *caches)
-
-
-def _start(theirs: Tensor, count: int, width: int) -> Tensor:
-    """Returns a copy of the target's table if it has this width, else random rows."""
-    if theirs.shape == (count, width):
-        return theirs.float().clone()
-    return torch.randn(count, width) * width**-0.5

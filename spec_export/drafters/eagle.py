@@ -40,20 +40,18 @@ from spec_export.drafters.layers import (
     tokens_ahead,
 )
 from spec_export.drafters.losses import IGNORED, feature_regression
-from spec_export.drafters.rollout import RolloutDrafter, equal_weights
-from spec_runtime.mapping import Checked
+from spec_export.drafters.rollout import OwnSizes, RolloutDrafter, equal_weights
 
 
 @dataclass(frozen=True)
-class Config(Checked):
-    """The settings of EAGLE.
+class Config(OwnSizes):
+    """The settings of EAGLE; see OwnSizes.
 
     `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `normalise` norms
     feature and embedding with gains of their own before fc mixes them. `feature_noise` (EAGLE has
     0.2) is uniform in ± noise / 2 · 512 / sequence length. Without `input_norm` the first layer's
     attention reads what fc makes, as in EAGLE's own files. With `qkv_bias` queries, keys and values
-    have biases, as in EAGLE's files for Qwen2. `rope` are parameters of a rotary
-    embedding as transformers writes them, else the target's; so are sizes, where they are not its.
+    have biases, as in EAGLE's files for Qwen2.
     """
 
     layers: AtLeastOne = 1
@@ -62,12 +60,6 @@ class Config(Checked):
     normalise: bool = False
     input_norm: bool = True
     qkv_bias: bool = False
-    rope: dict[str, Any] | None = None
-    intermediate_size: AtLeastOne | None = None
-    num_heads: AtLeastOne | None = None
-    num_kv_heads: AtLeastOne | None = None
-    head_dim: AtLeastOne | None = None
-    norm_eps: NotNegative | None = None
     taps: NoTaps = ()
     top_k: AtLeastOne = 10
     soft_weight: Share = 1.0

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.drafters.fields import AtLeastOne, NotNegative, Share
+from spec_export.drafters.fields import AtLeastOne, Share
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
@@ -36,49 +36,28 @@ from spec_export.drafters.layers import (
     TargetEnds,
 )
 from spec_export.drafters.losses import IGNORED
-from spec_export.drafters.rollout import RolloutDrafter, equal_weights
-from spec_export.modules.fusion import Fusion
+from spec_export.drafters.rollout import FusedConfig, FusedDrafter, equal_weights
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class LayersConfig(Checked):
-    """The settings of EAGLE-3's layers, which P-EAGLE's are too.
-
-    `taps` are the target layers whose inputs are read, in the order in which fc has them; the
-    number of layers itself is the last layer's output.
+class LayersConfig(FusedConfig):
+    """The settings of EAGLE-3's layers, which P-EAGLE's are too; see FusedConfig.
 
     - `fc_norm`: each tap is normed before fc; `norm_before_fc`: all of them together.
     - `norm_before_residual`: layer 0 adds to the normed x.
-    - `qk_norms`: queries and keys are normed, as Qwen3 does.
-    - `own_embedding`: it has an embedding of its own, else the target's.
-    - `rope`: parameters of a rotary embedding as transformers writes them, else the target's.
-    - the sizes, where they are not the target's.
     """
 
-    taps: tuple[int, ...] = ()
     layers: AtLeastOne = 1
     top_k: AtLeastOne = 10
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
-    qk_norms: bool = False
-    own_embedding: bool = False
-    rope: dict[str, Any] | None = None
-    hidden_size: AtLeastOne | None = None
-    intermediate_size: AtLeastOne | None = None
-    num_heads: AtLeastOne | None = None
-    num_kv_heads: AtLeastOne | None = None
-    head_dim: AtLeastOne | None = None
-    norm_eps: NotNegative | None = None
     soft_weight: Share = 1.0
     decay: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.taps:
-            raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
         if self.fc_norm and self.norm_before_fc:
             raise UserError("got fc_norm with norm_before_fc, expected at most one of them")
 
@@ -97,36 +76,20 @@ class Config(LayersConfig):
     ttt_steps: AtLeastOne = 3
 
 
-class Drafter(RolloutDrafter):
+class Drafter(FusedDrafter):
     """The trained part: fusion, layers, norm and head; see DrafterBase for what it borrows."""
 
-    fuses_taps = True
     config: Config
 
     def __init__(
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
     ) -> None:
         super().__init__(config, ends, draft_token_ids)
-        dims = self.dims
-        D, target_width = dims.hidden_size, ends.dims.hidden_size
-        if target_width != D and not config.own_embedding:
-            raise UserError(
-                f"got hidden_size {D} with the target's embedding, expected its {target_width}, "
-                "or own_embedding"
-            )
         norms = "each" if config.fc_norm else "all" if config.norm_before_fc else "none"
-        self.fusion = Fusion(config.taps, target_width, D, norms, dims.norm_eps)
-        first = FirstLayer(dims, config.qk_norms, config.norm_before_residual)
-        others = [DecoderLayer(dims, qk_norms=config.qk_norms) for _ in range(config.layers - 1)]
-        self.layers = nn.ModuleList([first, *others])
-        for layer in self.layers:
-            layer.load_target_layer(ends.last_layer)
-            layer.start_as_identity()
-        self.norm = nn.Parameter(_start(ends.final_norm_D, torch.ones(D)))
-        self.head = nn.Parameter(_start(self.head_VD, _random_rows(len(self.head_VD), D)))
-        if config.own_embedding:
-            rows = _random_rows(len(ends.embed_VD), D)
-            self.embedding = nn.Parameter(_start(ends.embed_VD, rows))
+        first = FirstLayer(self.dims, config.qk_norms, config.norm_before_residual)
+        more = range(config.layers - 1)
+        others = [DecoderLayer(self.dims, qk_norms=config.qk_norms) for _ in more]
+        self.add_parts(ends, [first, *others], norms)
 
     @property
     def trains_output_head(self) -> bool:
@@ -139,22 +102,11 @@ class Drafter(RolloutDrafter):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    @property
-    def embedding_table(self) -> Tensor:
-        return self.embedding if self.config.own_embedding else self.embed_VD
-
-    def embed(self, token: Tensor) -> Tensor:
-        return self.embedding_table[token]
-
     def input_rows(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         return embedding, feature
 
     def next_feature(self, predicted: Tensor) -> Tensor:
         return self.output_rows(predicted) if self.config.norm_output else predicted
-
-    def output_rows(self, hidden: Tensor) -> Tensor:
-        """Returns what the head reads, [..., D]."""
-        return F.rms_norm(hidden, self.norm.shape, self.norm.to(hidden.dtype), self.dims.norm_eps)
 
     def levels(self, batch: Batch, num_levels: int) -> list[Tensor]:
         """Returns each level's output [B, T-1, D], along the true tokens; see `rollout`."""
@@ -281,12 +233,3 @@ class _DrafterGraph(CachedGraph):
         hidden_MD = normed_MD if drafter.config.norm_output else rows_MD
         logits_MV = F.linear(normed_MD, drafter.head)
         return (*drafter.top_tokens(logits_MV, drafter.config.top_k), hidden_MD.float(), *caches)
-
-
-def _random_rows(count: int, width: int) -> Tensor:
-    return torch.randn(count, width) * width**-0.5
-
-
-def _start(theirs: Tensor, random: Tensor) -> Tensor:
-    """Returns a copy of the target's tensor if it has the drafter's shape, else random numbers."""
-    return theirs.float().clone() if theirs.shape == random.shape else random

@@ -6,27 +6,67 @@ target's features, each further level what the one before it predicted, as draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.decoder_config import own_rotary_table
+from spec_export.drafters.fields import AtLeastOne, NotNegative
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
+    DecoderLayer,
     DrafterBase,
     LayerDims,
     TargetEnds,
     export_cached,
     rotate,
 )
+from spec_export.modules.fusion import Fusion
 from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
+
+
+@dataclass(frozen=True)
+class OwnSizes(Checked):
+    """The settings of layers that need not be as the target's: sizes, where they are not its, and
+    `rope`, parameters of a rotary embedding as transformers writes them, else the target's."""
+
+    rope: dict[str, Any] | None = None
+    intermediate_size: AtLeastOne | None = None
+    num_heads: AtLeastOne | None = None
+    num_kv_heads: AtLeastOne | None = None
+    head_dim: AtLeastOne | None = None
+    norm_eps: NotNegative | None = None
+
+
+@dataclass(frozen=True)
+class FusedConfig(OwnSizes):
+    """The settings of drafters whose layers read a fusion of taps; see OwnSizes too.
+
+    `taps` are the target layers whose inputs are read, in the order in which fc has them; the
+    number of layers itself is the last layer's output.
+
+    - `qk_norms`: queries and keys are normed, as Qwen3 does.
+    - `own_embedding`: it has an embedding of its own, else the target's.
+    - `hidden_size`: the width of its rows, where it is not the target's.
+    """
+
+    taps: tuple[int, ...] = ()
+    qk_norms: bool = False
+    own_embedding: bool = False
+    hidden_size: AtLeastOne | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.taps:
+            raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
 
 
 class RolloutDrafter(DrafterBase):
@@ -128,6 +168,67 @@ class RolloutDrafter(DrafterBase):
     def embed(self, token: Tensor) -> Tensor:
         """Returns the embeddings [..., D] of tokens."""
         return self.embed_VD[token]
+
+
+class FusedDrafter(RolloutDrafter):
+    """The base of drafters that read a fusion of taps: `fusion`, `layers`, `norm`, and where they
+    are its own `head` and `embedding`. Each starts from the target's where it has its shape."""
+
+    fuses_taps = True
+    config: Any  # a FusedConfig
+
+    def add_parts(
+        self,
+        ends: TargetEnds,
+        layers: Iterable[DecoderLayer],
+        norms: str = "none",
+        out_norm: bool = False,
+        own_head: bool = True,
+    ) -> None:
+        """Makes the parameters; norms, out_norm: see Fusion.
+
+        Raises UserError if a part that it borrows is of another width.
+        """
+        config, D, target_width = self.config, self.dims.hidden_size, ends.dims.hidden_size
+        own = {"embedding": config.own_embedding, "head": own_head}
+        lent = [part for part, is_own in own.items() if not is_own]
+        if target_width != D and lent:
+            raise UserError(
+                f"got hidden_size {D} with the target's {' and '.join(lent)}, expected its "
+                f"{target_width}, or {' and '.join(f'own_{part}' for part in lent)}"
+            )
+        eps = self.dims.norm_eps
+        self.fusion = Fusion(config.taps, target_width, D, norms, eps, out_norm)
+        self.layers = nn.ModuleList(layers)
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)
+            layer.start_as_identity()
+        self.norm = nn.Parameter(_start(ends.final_norm_D, torch.ones(D)))
+        if own_head:
+            self.head = nn.Parameter(_start(self.head_VD, _random_rows(len(self.head_VD), D)))
+        if config.own_embedding:
+            rows = _random_rows(len(ends.embed_VD), D)
+            self.embedding = nn.Parameter(_start(ends.embed_VD, rows))
+
+    @property
+    def embedding_table(self) -> Tensor:
+        return self.embedding if self.config.own_embedding else self.embed_VD
+
+    def embed(self, token: Tensor) -> Tensor:
+        return self.embedding_table[token]
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Returns what the head reads, [..., D]."""
+        return F.rms_norm(hidden, self.norm.shape, self.norm.to(hidden.dtype), self.dims.norm_eps)
+
+
+def _random_rows(count: int, width: int) -> Tensor:
+    return torch.randn(count, width) * width**-0.5
+
+
+def _start(theirs: Tensor, random: Tensor) -> Tensor:
+    """Returns a copy of the target's tensor if it has the drafter's shape, else random numbers."""
+    return theirs.float().clone() if theirs.shape == random.shape else random
 
 
 def equal_weights(rows_RD: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ from spec_export.foreign.eagle3 import take_embedding, take_head
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
+    moved_taps,
     require_known_keys,
     require_nothing_given,
     rotary_parameters,
+    take_fc,
     take_layer,
     unsupported,
     with_defaults,
@@ -87,22 +89,8 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     decided = {key: value for key, value in given.items() if key not in ("taps", "alignment")}
     require_nothing_given(folder, decided, config.format)
     found = Reading(config.format, "dflash", {})
-    fc = folder.take("fc.weight")
-    D, target_width = len(fc), backbone.config.hidden_size
-    if fc.shape[1] % target_width:
-        raise UserError(
-            f"{folder.path}: got fc of {fc.shape[1]} inputs, expected a multiple of the target's "
-            f"hidden size of {target_width}: it was trained for another target"
-        )
-    count = fc.shape[1] // target_width
-    taps = given.get("taps") or config.taps(count, backbone.config.num_layers, found)
-    backbone.config.require_taps(taps)
-    if len(taps) != count:
-        raise UserError(
-            f"{folder.path}: got fc for {count} taps and ids of {len(taps)}, expected as many: "
-            "name the layers with --taps"
-        )
-    found.said.append(f"taps {', '.join(map(str, taps))}")
+    fc, taps = take_fc(folder, backbone.config, given, config.taps, found)
+    D = len(fc)
     is_anchor = config.is_anchor(given.get("alignment"), found)
     rows, mask = config.block_size(found), config.get("mask_token_id")
     V = backbone.config.vocab_size
@@ -117,7 +105,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
         "fusion.out_norm": folder.take("hidden_norm.weight"),
         "norm": folder.take("norm.weight"),
     }
-    fields: dict[str, Any] = {"taps": list(taps), "block_size": rows, "mask_token_id": mask}
+    fields: dict[str, Any] = {"taps": taps, "block_size": rows, "mask_token_id": mask}
     fields |= {"sample_from_anchor": is_anchor, "hidden_size": D}
     fields |= _layers(folder, config, state)
     fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
@@ -134,7 +122,8 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
         found.said.append("its confidence head is not read: guesses have probabilities")
     folder.require_all_read(HARMLESS + CONFIDENCE)
     found.config, found.state = fields, state
-    found.others = _other_readings(fields, backbone.config.num_layers)
+    found.others = {f"--alignment {ANCHOR[not is_anchor]}": {"sample_from_anchor": not is_anchor}}
+    found.others |= moved_taps(taps, backbone.config.num_layers)
     return found
 
 
@@ -310,16 +299,3 @@ def _markov(
     if rank:
         found.said.append(f"a Markov head of rank {rank}")
     return rank
-
-
-def _other_readings(config: dict[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
-    """Returns other readings of the same weights, in words: the fields in which they differ."""
-    other = not config["sample_from_anchor"]
-    found: dict[str, dict[str, Any]] = {
-        f"--alignment {ANCHOR[other]}": {"sample_from_anchor": other}
-    }
-    for step in (-1, 1):
-        moved = [tap + step for tap in config["taps"]]
-        if min(moved) >= 0 and max(moved) <= num_layers:
-            found[f"--taps {','.join(map(str, moved))}"] = {"taps": moved}
-    return found

@@ -9,7 +9,6 @@ adds the states of mask rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,11 @@ from spec_export.decoder import Backbone
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
+    moved_taps,
     require_known_keys,
     require_nothing_given,
     rotary_parameters,
+    take_fc,
     take_layer,
     unsupported,
     with_defaults,
@@ -85,24 +86,11 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     of_blocks = {name: value for name, value in given.items() if name == "alignment"}
     require_nothing_given(folder, of_blocks, config.format)
     found = Reading(config.format, config.drafter, {})
-    fc = folder.take("fc.weight")
-    D, target_width = len(fc), backbone.config.hidden_size
-    if fc.shape[1] % target_width:
-        raise UserError(
-            f"{folder.path}: got fc of {fc.shape[1]} inputs, expected a multiple of the target's "
-            f"hidden size of {target_width}: it was trained for another target"
-        )
-    taps = given.get("taps") or config.taps(backbone.config.num_layers, found)
-    backbone.config.require_taps(taps)
-    if len(taps) != fc.shape[1] // target_width:
-        raise UserError(
-            f"{folder.path}: got fc for {fc.shape[1] // target_width} taps and ids of {len(taps)}, "
-            "expected as many: name the layers with --taps"
-        )
-    found.said.append(f"taps {', '.join(map(str, taps))}")
+    fc, taps = take_fc(folder, backbone.config, given, config.taps, found)
+    D = len(fc)
     state = {"fusion.fc": fc.T, "norm": folder.take("norm.weight")}
     fc_norms = [f"fc_norm.{i}.weight" for i in range(len(taps))]
-    fields: dict[str, Any] = {"taps": list(taps)}
+    fields: dict[str, Any] = {"taps": taps}
     fields["fc_norm"] = fc_norms[0] in folder.tensors
     fields["norm_before_fc"] = "input_norm.weight" in folder.tensors
     for name in ("fc_norm", "norm_before_fc"):
@@ -207,8 +195,8 @@ class _Settings:
                 f"{'with' if is_there else 'without'} such norms: they are not of one drafter"
             )
 
-    def taps(self, n: int, found: Reading) -> list[int]:
-        """Returns the taps of a target of n layers.
+    def taps(self, count: int, n: int, found: Reading) -> list[int]:
+        """Returns the taps of a target of n layers; `count` of them are expected.
 
         An id is a layer's input or its output, by the format. The three layers that both kinds of
         libraries take by default tell it, and so does n, which can only be an input's id.
@@ -412,12 +400,7 @@ def _draft_ids(map_D: Tensor, V: int, folder: ForeignFolder) -> Tensor:
 
 def _other_readings(config: dict[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
     """Returns other readings of the same weights, in words: the fields in which they differ."""
-    taps: Sequence[int] = config["taps"]
-    found: dict[str, dict[str, Any]] = {}
-    for step in (-1, 1):
-        moved = [tap + step for tap in taps]
-        if min(moved) >= 0 and max(moved) <= num_layers:
-            found[f"--taps {','.join(map(str, moved))}"] = {"taps": moved}
+    found = moved_taps(config["taps"], num_layers)
     for name in [each for each in ("norm_output", "norm_before_residual") if each in config]:
         value = not config[name]
         found[f"--{name.replace('_', '-')} {'yes' if value else 'no'}"] = {name: value}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_export.foreign.folder import ForeignFolder
+from spec_export.decoder import DecoderConfig
+from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
@@ -89,6 +90,43 @@ def require_nothing_given(folder: ForeignFolder, given: dict[str, Any], library:
             f"got --{name.replace('_', '-')} for {folder.path}, a drafter of {library}, expected "
             "none: it has no such setting"
         )
+
+
+def take_fc(
+    folder: ForeignFolder,
+    target: DecoderConfig,
+    given: dict[str, Any],
+    named: Callable[[int, int, Reading], list[int]],
+    found: Reading,
+) -> tuple[Tensor, list[int]]:
+    """Takes fc, which reads the target's taps side by side, and returns it and the taps, those that
+    the user has given, or of this number and a target of so many layers those `named`."""
+    fc, width = folder.take("fc.weight"), target.hidden_size
+    if fc.shape[1] % width:
+        raise UserError(
+            f"{folder.path}: got fc of {fc.shape[1]} inputs, expected a multiple of the target's "
+            f"hidden size of {width}: it was trained for another target"
+        )
+    count = fc.shape[1] // width
+    taps = list(given.get("taps") or named(count, target.num_layers, found))
+    target.require_taps(taps)
+    if len(taps) != count:
+        raise UserError(
+            f"{folder.path}: got fc for {count} taps and ids of {len(taps)}, expected as many: "
+            "name the layers with --taps"
+        )
+    found.said.append(f"taps {', '.join(map(str, taps))}")
+    return fc, taps
+
+
+def moved_taps(taps: Collection[int], num_layers: int) -> dict[str, dict[str, Any]]:
+    """Returns the readings of the same weights with all taps one layer off, in words."""
+    every = [[tap + step for tap in taps] for step in (-1, 1)]
+    return {
+        f"--taps {','.join(map(str, moved))}": {"taps": moved}
+        for moved in every
+        if min(moved) >= 0 and max(moved) <= num_layers
+    }
 
 
 def layer_names(i: int, norms: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

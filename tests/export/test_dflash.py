@@ -111,7 +111,7 @@ def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"mask_token_id": VOCAB}, f"got mask_token_id {VOCAB}, expected one below {VOCAB}"),
-        ({"hidden_size": 48}, "got hidden_size 48 with the target's embedding or head"),
+        ({"hidden_size": 48}, "got hidden_size 48 with the target's embedding and head"),
     ],
 )
 def test_what_does_not_fit_the_target_is_refused(options: dict[str, Any], message: str) -> None:

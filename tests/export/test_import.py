@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from importing import Lines, backbone_of, write
 from lossless import require_lossless
 from published_eagle3 import Published, published_state
 from tiny_gguf import write_model
@@ -30,7 +30,6 @@ from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
 from spec_export.hidden_states import features_and_taps
 from spec_export.make_bundle import BuildOptions
-from spec_export.report import Report
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 
@@ -154,12 +153,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teach(folder, WORDS[:2], num_steps=15)
 
 
-@cache
-def backbone_of(llama: Path) -> tuple[Any, Backbone]:
-    model, _ = target.load(target.resolve(str(llama)))
-    return model, Backbone.from_transformers(model)
-
-
 def random_drafter(backbone: Backbone, options: dict[str, Any]) -> eagle3.Drafter:
     known: dict[str, Any] = {
         "taps": (2, N // 2, N - 3),
@@ -202,14 +195,6 @@ def write_peagle(folder: Path, llama: Path) -> tuple[Path, peagle.Drafter]:
     return write(folder, PEAGLE, published_state(drafter) | OFFSETS), drafter
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    whole = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(whole, folder / "model.safetensors")
-    return folder
-
-
 def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Drafter]:
     """Returns a folder or file of this format, and the drafter that is in it."""
     config, options, tensors_of = FORMATS[name]
@@ -222,20 +207,6 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Dra
         write_model(path, "eagle3", tensors_of(state), config)
         return path, drafter
     return write(folder / name, config, tensors_of(state)), drafter
-
-
-class Lines(Report):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.warnings: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def warning(self, text: str) -> None:
-        self.warnings.append(text)
 
 
 @pytest.mark.parametrize("name", FORMATS)

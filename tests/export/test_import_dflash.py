@@ -5,15 +5,14 @@ The published forward pass is written here after its definition, and shares no c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
+from importing import Lines, backbone_of, write
 from lossless import require_lossless
 from tiny_gguf import write_model
 from tiny_target import save_llama, teach
@@ -23,14 +22,12 @@ from workshop import WORDS
 from spec_export import make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.cli import main
-from spec_export.decoder import Backbone
 from spec_export.drafters import dflash
 from spec_export.drafters.layers import Batch
 from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
 from spec_export.hidden_states import features_and_taps
 from spec_export.make_bundle import BuildOptions
-from spec_export.report import Report
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 
@@ -206,18 +203,6 @@ def published_block(state: dict[str, Tensor], taps: list[Tensor], root: int) -> 
     return norm(x, "norm")
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def backbone_of(llama: Path) -> tuple[Any, Backbone]:
-    model, _ = target.load(target.resolve(str(llama)))
-    return model, Backbone.from_transformers(model)
-
-
 def random_drafter(name: str, llama: Path) -> dflash.Drafter:
     config = dflash.Config(
         taps=(1, 3, N), block_size=ROWS, mask_token_id=MASK, rope={"rope_theta": THETA},
@@ -245,18 +230,6 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, dict[str, 
         write_model(path, "dspark" if "dspark" in name else "dflash", tensors, config, MASK)
         return path, state
     return write(folder, config, tensors), state
-
-
-class Lines(Report):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.warnings: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def warning(self, text: str) -> None:
-        self.warnings.append(text)
 
 
 @pytest.mark.parametrize("name", FORMATS)

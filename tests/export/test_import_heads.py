@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from importing import write
 from lossless import require_lossless
 from published_heads import PublishedEagle, eagle_state, medusa_log_q, medusa_state
 from tiny_target import save_llama
@@ -43,16 +44,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(llama: Path) -> Any:
     return target.load(target.resolve(str(llama)))[0]
-
-
-def write(folder: Path, config: dict[str, Any], state: dict[str, Any], name: str) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if name.endswith("safetensors"):
-        safetensors.torch.save_file(state, folder / name)
-    else:
-        torch.save(state, folder / name)
-    return folder
 
 
 def imported(source: Path, llama: Path, model: Any, out: Path) -> tuple[Any, Batch, torch.Tensor]:

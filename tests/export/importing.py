@@ -1,0 +1,47 @@
+"""Writes drafters as other libraries do, and keeps what their import says."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from spec_export import target
+from spec_export.decoder import Backbone
+from spec_export.report import Report
+
+
+def write(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Any], name: str = "model.safetensors"
+) -> Path:
+    """Returns the folder with this config, and with the tensors in a file of this name."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
+    save = safetensors.torch.save_file if name.endswith("safetensors") else torch.save
+    save(whole, folder / name)
+    return folder
+
+
+@cache
+def backbone_of(model: Path) -> tuple[Any, Backbone]:
+    hf_model, _ = target.load(target.resolve(str(model)))
+    return hf_model, Backbone.from_transformers(hf_model)
+
+
+class Lines(Report):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
