@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.deferred import real
 from spec_export.foreign.eagle3 import take_embedding, take_head
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
@@ -50,7 +51,7 @@ KNOWN = (
     *("sliding_window_non_causal", "dflash_config", "transformer_layer_config"),
     *("rope_theta", "rope_scaling"),
 )
-# Parts of tensors' names, and whose they are.
+# Parts of tensors' names, ^ before their beginning, and whose they are.
 REFUSED = {
     "attention_conv": "DFlash2",
     "mlp_conv": "DFlash2",
@@ -61,6 +62,7 @@ REFUSED = {
     "aux_hidden_norms": "Laguna",
     "joint_proj": "DSpark with a recurrent Markov head",
     "markov_head.gate_proj": "DSpark with a gated Markov head",
+    "^gate_proj": "ModelOpt's DSpark with a gated Markov head",
     "gru": "Domino",
 }
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "input_embed_fn.weight")
@@ -111,7 +113,8 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
     fields["own_embedding"] = take_embedding(folder, backbone, D, state, found)
     found.draft_token_ids = ids = take_head(folder, backbone, D, state, found)
-    theirs = backbone.head.weight.detach().float()[:V]
+    # ours reads the target's head with the scale of its logits, theirs as it is stored
+    theirs = real(backbone.head.weight).float()[:V] * backbone.logit_scale
     fields["own_head"] = not torch.equal(state["head"], theirs if ids is None else theirs[ids])
     size = len(state["head"])
     if not fields["own_head"]:
@@ -130,7 +133,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
 def _refuse(folder: ForeignFolder) -> None:
     """Raises UnsupportedModelError for tensors or files of drafters that are not supported."""
     for part, what in REFUSED.items():
-        name = next((name for name in sorted(folder.tensors) if part in name), "")
+        name = next((name for name in sorted(folder.tensors) if part in f"^{name}"), "")
         if name:
             raise UnsupportedModelError(f"{folder.path}: got {name}, {what}: not supported yet")
     if folder.path.is_dir() and (folder.path / "mask_embedding.pt").exists():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.deferred import real
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
@@ -120,7 +121,7 @@ def _require_targets_embedding(folder: ForeignFolder, backbone: Backbone) -> Non
     if "embed_tokens.weight" not in folder.tensors:
         return
     own, table = folder.take("embed_tokens.weight"), backbone.embedding
-    theirs = table.weight.detach().float()
+    theirs = real(table.weight).float()
     own = own[: len(theirs)]
     if own.shape != theirs.shape or bool(
         ((own - theirs).abs() > ROUNDING * theirs.abs() + 1e-6).any()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.deferred import real
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
@@ -328,7 +329,7 @@ def take_embedding(
 ) -> bool:
     """Takes the embedding and returns whether it is another one than what ours borrow."""
     table = backbone.embedding
-    theirs = table.weight.detach().float()
+    theirs = real(table.weight).float()
     if "embed_tokens.weight" in folder.tensors:
         own = folder.take("embed_tokens.weight")[: len(theirs)]
         if len(own) < len(theirs):
@@ -360,14 +361,14 @@ def take_head(
     if offset is None:
         ids = None
         if head is None:
-            head = backbone.head.weight.detach().float()
+            head = real(backbone.head.weight).float()
         elif len(head) < V:
             ids = torch.arange(len(head))
         head = head[:V]
     else:
         ids = _draft_ids(offset, V, folder)
         if head is None:
-            head = backbone.head.weight.detach().float()[ids]
+            head = real(backbone.head.weight).float()[ids]
         shown = folder.tensors.get("t2d")
         if shown is not None and not (
             shown.dim() == 1

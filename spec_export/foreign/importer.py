@@ -57,8 +57,9 @@ def run(
     is returned.
 
     Says what was read, what is doubtful, and the length that a chain of its guesses has on answers
-    of the target. Where that is poor, says that of other readings. Raises UserError if the drafter
-    does not fit the target, and UnsupportedModelError, with its name, for what is not known.
+    of the target, which only that loads as a whole. Where that is poor, says that of other
+    readings. Raises UserError if the drafter does not fit the target, and UnsupportedModelError,
+    with its name, for what is not known.
     """
     require_drafter_folder(out)
     theirs = target.resolve(source, report)
@@ -74,9 +75,8 @@ def run(
             f"got {source} without the tensors of a drafter that can be imported, expected those "
             f"of {', '.join(each.SHOWS for each in FORMATS)}"
         )
-    with report.status("loading the target"):
-        hf_model, tokenizer = target.load(ours)
-    backbone = Backbone.from_transformers(hf_model)
+    outline, weights, tokenizer = target.open_weights(ours)  # its tables are read when needed
+    backbone = Backbone.deferred(outline.config, weights)
     try:
         found: Reading = form.read(folder, backbone, overrides.given())
     except RuntimeError as error:  # torch joins no tensors of different widths
@@ -96,6 +96,8 @@ def run(
     about |= {"doubts": found.doubts}
     module, facts = _module(found, backbone), {}
     if is_measured:
+        with report.status("loading the target"):
+            hf_model, tokenizer = target.load(ours)
         with report.status("answering prompts"):
             answers = _answers(hf_model, tokenizer)
         about["chain_length"] = _measure(found, answers, hf_model, backbone, report)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.deferred import real
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     require_known_keys,
@@ -155,7 +156,7 @@ def _rename_vllms(folder: ForeignFolder, backbone: Backbone) -> Tensor | None:
         return head[ids if len(head) > len(ids) else order]
 
     if shared is not None:
-        theirs = backbone.head.weight.detach().float() * backbone.logit_scale
+        theirs = real(backbone.head.weight).float() * backbone.logit_scale
         if torch.equal(rows(shared).float(), theirs[kept]):
             shared = None
     i = 0

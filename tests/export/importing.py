@@ -1,4 +1,4 @@
-"""Writes drafters as other libraries do, and keeps what their import says."""
+"""Writes drafters as other libraries do, and keeps what their import says or refuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 
 from spec_export import target
 from spec_export.decoder import Backbone
+from spec_export.foreign.importer import run
 from spec_export.report import Report
+from spec_runtime.errors import UserError
 
 
 def write(
@@ -31,6 +34,16 @@ def write(
 def backbone_of(model: Path) -> tuple[Any, Backbone]:
     hf_model, _ = target.load(target.resolve(str(model)))
     return hf_model, Backbone.from_transformers(hf_model)
+
+
+def require_refused(source: Path, model: Path, out: Path, message: str) -> None:
+    """Requires a refusal of one line that matches, before the target's layers are loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "load", None)
+        with pytest.raises(UserError, match=message) as raised:
+            run(str(source), str(model), out)
+    assert "\n" not in str(raised.value)
+    assert not out.exists()
 
 
 class Lines(Report):

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from importing import Lines, backbone_of, write
+from importing import Lines, backbone_of, require_refused, write
 from lossless import require_lossless
 from published_eagle3 import Published, published_state
 from tiny_gguf import write_model
 from tiny_target import save_llama, teach
 from workshop import WORDS
 
-from spec_export import make_bundle, target
+from spec_export import export_drafter, make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.cli import main
 from spec_export.decoder import Backbone
@@ -320,10 +320,7 @@ def test_other_drafters_with_masks_are_refused(case: str, llama: Path, tmp_path:
     whole = published_state(drafter) | OFFSETS | tensors
     kept = {name: tensor for name, tensor in whole.items() if tensor is not None}
     folder = write(tmp_path / "x", PEAGLE | config, kept)
-    with pytest.raises(UserError, match=message) as raised:
-        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    require_refused(folder, llama, tmp_path / "out", message)
 
 
 def test_masks_leave_nothing_to_decide_about_outputs(llama: Path, tmp_path: Path) -> None:
@@ -453,10 +450,7 @@ def test_what_is_not_known_is_refused_by_name(
     folder = write(
         tmp_path / "x", json.loads((native / "config.json").read_text()) | config, whole | tensors
     )
-    with pytest.raises(UserError, match=message) as raised:
-        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    require_refused(folder, llama, tmp_path / "out", message)
 
 
 def test_missing_tensors_and_other_models_are_named(
@@ -525,6 +519,9 @@ def test_a_gguf_files_factors_divide_the_frequencies(llama: Path, tmp_path: Path
     angle = torch.outer(torch.arange(len(module.cos)).float(), frequency)
     torch.testing.assert_close(module.cos, angle.cos(), rtol=0, atol=1e-5)
     torch.testing.assert_close(module.sin, angle.sin(), rtol=0, atol=1e-5)
+    for form in ("native", "speculators"):
+        with pytest.raises(UserError, match="got rope_type longrope, expected default"):
+            export_drafter.run(str(out), form, str(llama), tmp_path / form)
 
 
 @pytest.mark.parametrize("case", GGUF_REFUSED)
@@ -533,9 +530,7 @@ def test_other_gguf_files_are_refused(case: str, llama: Path, tmp_path: Path) ->
     _, drafter = write_format(tmp_path, "GGUF", llama)
     whole = gguf_tensors(published_state(drafter)) | tensors
     write_model(tmp_path / "other.gguf", "eagle3", whole, GGUF_KEYS | keys)
-    with pytest.raises(UserError, match=message):
-        run(str(tmp_path / "other.gguf"), str(llama), tmp_path / "out", is_measured=False)
-    assert not (tmp_path / "out").exists()
+    require_refused(tmp_path / "other.gguf", llama, tmp_path / "out", message)
     write_model(tmp_path / "model.gguf", "llama", {}, {})
     with pytest.raises(UserError, match="GGUF file of architecture 'llama', expected a drafter's"):
         run(str(tmp_path / "model.gguf"), str(llama), tmp_path / "out")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from importing import Lines, backbone_of, write
+from importing import Lines, backbone_of, require_refused, write
 from lossless import require_lossless
 from tiny_gguf import write_model
 from tiny_target import save_llama, teach
@@ -343,10 +343,7 @@ def test_other_gguf_files_of_blocks_are_refused(case: str, llama: Path, tmp_path
     keys, _, tensors_of = FORMATS["GGUF"]
     tensors = tensors_of(published_state(random_drafter("GGUF", llama))) | more
     write_model(tmp_path / "x.gguf", "dflash", tensors, keys | more_keys, MASK)
-    with pytest.raises(UserError, match=message) as raised:
-        run(str(tmp_path / "x.gguf"), str(llama), tmp_path / "out", is_measured=False)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    require_refused(tmp_path / "x.gguf", llama, tmp_path / "out", message)
 
 
 def test_a_poor_block_drafter_is_read_otherwise(
@@ -382,6 +379,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "Laguna": ({}, {"layers.0.self_attn.qkv_proj.weight": EXTRA}, "Laguna: not supported yet"),
     "an encoder": ({}, {"encoder.fc.weight": EXTRA}, "got encoder.fc.weight, DFlash with an enco"),
+    "a gate by ModelOpt": ({}, {"gate_proj.weight": EXTRA}, "ModelOpt's DSpark with a gated"),
+    "a state by ModelOpt": ({}, {"joint_proj.weight": EXTRA}, "recurrent Markov head: not sup"),
+    "another family": ({"model_type": "gemma3_text"}, {}, "got model_type 'gemma3_text'"),
+    "another family's layers": (
+        {"transformer_layer_config": LAYER | {"model_type": "kimi_k2"}}, {}, "'kimi_k2' in the con",
+    ),
+    "a rotation": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "got rotary embedding 'dynamic'",
+    ),
     "XPress": ({"speculators_model_type": "xpress"}, {}, "got speculators_model_type 'xpress' in"),
     "an unknown key": ({"residual_scale": 0.5}, {}, "got residual_scale 0.5 in the config, a key"),
     "an unknown mask": (
@@ -403,10 +409,43 @@ def test_other_block_drafters_are_refused(case: str, llama: Path, tmp_path: Path
     config, tensors, message = REFUSED[case]
     state = published_state(random_drafter("z-lab", llama))
     folder = write(tmp_path / "x", FORMATS["z-lab"][0] | config, state | tensors)
-    with pytest.raises(UserError, match=message) as raised:
-        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    require_refused(folder, llama, tmp_path / "out", message)
+
+
+def test_a_mask_row_of_its_own_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_format(tmp_path / "x", "z-lab", llama)
+    torch.save({"embedding": torch.ones(32), "mask_token_id": MASK}, folder / "mask_embedding.pt")
+    message = "got mask_embedding.pt, expected a mask that is one of the target's tokens: a row of"
+    require_refused(folder, llama, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+        ("gemma2", {"final_logit_softcapping": 0.5, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    ],
+)
+def test_a_targets_scales_and_softcap_are_not_its_drafters(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """z-lab's drafters read the target's tables as they are stored, and cap nothing."""
+    model = save_llama(tmp_path / family, family=family, num_hidden_layers=N, **options)
+    folder, state = write_format(tmp_path / "x", "z-lab", model)
+    out = run(str(folder), str(model), tmp_path / "out", is_measured=False)
+    hf_model, backbone = backbone_of(model)
+    module: Any = load_module(load_drafter(out), backbone.config, target.ends(backbone))
+    assert module.config.own_embedding
+    assert module.config.own_head is (family == "granite")
+    state["embed_tokens.weight"] = hf_model.model.embed_tokens.weight
+    token_T = torch.arange(3, 15) * 7 % VOCAB
+    with torch.no_grad():
+        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
+        ids, log_probs = module.guesses(batch, VOCAB)
+        rows = published_block(state, [tap[0, :9] for tap in states[1:]], int(token_T[9]))[1:]
+        expected = torch.log_softmax(rows @ hf_model.lm_head.weight.T, -1).gather(1, ids[0, 8])
+    torch.testing.assert_close(log_probs[0, 8], expected, rtol=0, atol=1e-4)
 
 
 def test_a_block_leaves_nothing_to_decide_about_outputs(llama: Path, tmp_path: Path) -> None:
