@@ -192,7 +192,11 @@ def test_an_imported_drafter_is_measured_and_changes_no_token(
     bundle = make_bundle.build(
         BuildOptions(model=str(llama), drafter_checkpoints=drafters, out=tmp_path / "bundle")
     )
-    medusa = bundles.read(bundle).manifest.provenance["drafters"]["medusa"]["imported"]
+    manifest = bundles.read(bundle).manifest
+    for drafter in manifest.drafters:  # with this length the engine compares its own
+        validation = manifest.provenance["drafters"][drafter.name]["validation"]
+        assert drafter.expected_accepted_length == validation["accepted_length"] >= 1
+    medusa = manifest.provenance["drafters"]["medusa"]["imported"]
     assert medusa["source"] == str(folders["medusa"])
     for imported in (medusa, load_drafter(eagle).provenance["imported"]):
         assert imported["chain_length"] >= 1
