@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,15 @@ from typing import Any
 import numpy as np
 
 from spec_export import make_bundle, reference, target
+from spec_export.bundling.drafters import load_module
+from spec_export.decoder import Backbone
 from spec_export.decoder_config import read_config
 from spec_export.make_bundle import BuildOptions
+from spec_export.modules.fusion import Fusion
 from spec_export.replay import TransformersModel, make_scripts, play
 from spec_export.report import SILENT, Report
+from spec_export.training import folders
+from spec_export.training.checkpoint import load_drafter
 from spec_runtime.backends import Backend, open_graph
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
@@ -147,16 +152,21 @@ def run(
     report: Report = SILENT,
     *,
     base: str | None = None,
+    checkpoints: Sequence[Path] = (),
 ) -> CheckResult:
     """Checks `bundle`, or a fresh export of `model` in each precision.
 
     model: a folder, hub id or GGUF file; None means the demo. It must be the one that the bundle
     was built from. precisions: for fresh exports only; fp32 is checked in both forms of the graph.
-    base: of an adapter, see `target.resolve`.
+    base: of an adapter, see `target.resolve`. checkpoints: folders that the bundle's drafters were
+    built from, ours or another library's; what the target's graph runs of one, the fusion of taps,
+    is compared with its weights.
     Measures the drafters' accepted length on the reference prompts too. Raises UserError for a
     damaged bundle, or for one of another model.
     """
     opened = None if bundle is None else bundles.read(bundle)
+    for each in checkpoints:
+        folders.require_drafter(each)
     source = target.resolve(model, report, base)
     if opened is not None:
         _require_origin(opened, source)
@@ -164,22 +174,25 @@ def run(
         hf_model, hf_tokenizer = target.load(source)
         model_truth = TransformersModel(hf_model)
         encoders = hf_tokenizer, target.reference_encoder(source) or hf_tokenizer
+        fusions = _fusions(checkpoints, source, hf_model, report)
     rows: list[CheckRow] = []
     stores = opened is not None and _is_writable(opened, report)
     if opened is not None:
         _require_same_dims(opened, hf_model.config)
-        rows = _check_bundle(opened, source, model_truth, encoders, report)
+        _require_drafters(opened, fusions)
+        rows = _check_bundle(opened, source, model_truth, encoders, fusions, report)
     else:
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
                 for form in ("slots", "contiguous") if precision == "fp32" else ("slots",):
                     made = Path(folder) / f"{precision}-{form}"
                     options = BuildOptions(
-                        model, precision=precision, out=made, form=form, base=base
-                    )
+                        model, precision=precision, out=made, form=form, base=base,
+                        drafter_checkpoints=checkpoints,
+                    )  # fmt: skip
                     make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)
-                    rows += _check_bundle(fresh, source, model_truth, encoders, report)
+                    rows += _check_bundle(fresh, source, model_truth, encoders, fusions, report)
     return CheckResult(source.name, opened, rows, stores)
 
 
@@ -191,6 +204,40 @@ def _require_origin(opened: bundles.Bundle, source: target.Source) -> None:
             f"got a bundle of {origin} to compare with {source.name}: name the model it was built "
             "from with --model"
         )
+
+
+def _fusions(
+    checkpoints: Sequence[Path], source: target.Source, hf_model: Any, report: Report
+) -> dict[str, Fusion | None]:
+    """Returns what each drafter in these folders makes of taps, None if it makes nothing."""
+    from spec_export.foreign import importer
+
+    found: dict[str, Fusion | None] = {}
+    if not checkpoints:
+        return found
+    backbone = Backbone.from_transformers(hf_model)
+    for each in checkpoints:
+        with tempfile.TemporaryDirectory(prefix="specsplit-check-") as made:
+            if folders.is_foreign(each):
+                each = importer.run(
+                    str(each), source, Path(made) / "drafter", is_measured=False, report=report
+                )
+            saved = load_drafter(each)
+        module = load_module(saved, backbone.config, target.ends(backbone))
+        found[f"{bundles.FUSED}{saved.name}"] = module.fusion
+    return found
+
+
+def _require_drafters(opened: bundles.Bundle, fusions: Mapping[str, Fusion | None]) -> None:
+    """Raises UserError unless the bundle has the drafters whose folders were given."""
+    names = [drafter.name for drafter in opened.manifest.drafters]
+    for name in fusions:
+        given = name.removeprefix(bundles.FUSED)
+        if given not in names:
+            raise UserError(
+                f"got a folder of drafter {given}, expected one of the bundle's: "
+                f"{', '.join(names) or 'it has none'}"
+            )
 
 
 def _is_writable(opened: bundles.Bundle, report: Report) -> bool:
@@ -223,6 +270,7 @@ def _check_bundle(
     source: target.Source,
     truth: TransformersModel,
     encoders: tuple[Any, Any],
+    fusions: Mapping[str, Fusion | None],
     report: Report,
 ) -> list[CheckRow]:
     """Returns all rows of one bundle; one row says why if its graphs cannot be compared.
@@ -241,8 +289,14 @@ def _check_bundle(
     except UserError as error:
         return [*rows, CheckRow("logits", name, None, note=str(error))]
     text = tokenizer.encode(reference.prose(), special_tokens=True)
-    truth = TransformersModel(truth.model, info.taps)
+    run_by_target = [
+        each for each in bundles.feature_widths(graph) if each.startswith(bundles.FUSED)
+    ]
+    known = {each: fusion for each in run_by_target if (fusion := fusions.get(each)) is not None}
+    truth = TransformersModel(truth.model, info.taps, known)
     rows += _graph_rows(name, opened, backend, truth, text, report)
+    why = "not compared: its drafter's weights are in --drafter-checkpoint"
+    rows += [CheckRow(each, name, None, note=why) for each in run_by_target if each not in known]
     del backend  # frees its weights and buffers before the engine loads its own
     return [*rows, *_accepted_length_rows(name, opened, report)]
 
@@ -271,6 +325,9 @@ def _graph_rows(
     which = f"features, taps {', '.join(map(str, info.taps))}" if info.taps else "features"
     errors = [error for result in results for error in result.features]
     rows.append(CheckRow(which, name, float(summed_up(errors)), bounds.features))
+    for fused in truth.fusions:
+        each = [error for result in results for error in result.fused[fused]]
+        rows.append(CheckRow(fused, name, float(summed_up(each)), bounds.features))
     other = sum(result.num_other_argmax for result in results)
     share = other / len(errors)
     rows.append(CheckRow("other argmax", name, share, note=f"{other} of {len(errors)} rows"))

@@ -7,7 +7,7 @@ node as a plain sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from spec_export.hidden_states import features_and_taps
+from spec_export.modules.fusion import Fusion
 from spec_runtime.backends import Backend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.kv import Cache
@@ -101,15 +102,22 @@ def make_scripts(text: Sequence[int], max_length: int) -> list[Script]:
 class TransformersModel:
     """Runs the transformers model on one plain sequence at a time.
 
-    taps: ids of layers whose inputs count as features too.
+    taps: ids of layers whose inputs count as features too. fusions: what drafters make of such
+    states counts as well, by the graph's names of it.
     """
 
-    def __init__(self, hf_model: Any, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        hf_model: Any,
+        taps: Sequence[int] = (),
+        fusions: Mapping[str, Fusion] | None = None,
+    ) -> None:
         self.model = hf_model
-        self.taps = tuple(taps)
+        self.taps, self.fusions = tuple(taps), dict(fusions or {})
 
     def expect(self, script: Script) -> list[np.ndarray]:
-        """Returns each step's f32[N, F] like Verified.features: final hidden states, then taps."""
+        """Returns each step's f32[N, F] like Verified.features: final hidden states, taps, then
+        fusions."""
         steps = list(script.sequences())
         ordered = sorted({sequence for step in steps for sequence in step})
         rows: dict[tuple[int, ...], np.ndarray] = {}
@@ -123,8 +131,12 @@ class TransformersModel:
     def _hidden(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns f32[T, F], the features at every token."""
         ids_BT = torch.tensor([tokens])
+        read = sorted({*self.taps, *(i for each in self.fusions.values() for i in each.taps)})
         with torch.inference_mode():
-            parts = features_and_taps(self.model.model, ids_BT, self.taps)
+            final, *states = features_and_taps(self.model.model, ids_BT, read)
+            by_id = dict(zip(read, states, strict=True))
+            parts = [final, *(by_id[i] for i in self.taps)]
+            parts += [each([by_id[i] for i in each.taps]) for each in self.fusions.values()]
         return torch.cat(parts, dim=-1)[0].numpy()
 
     def logits(self, features_NF: np.ndarray) -> np.ndarray:
@@ -176,13 +188,15 @@ class _PermutedBackend:
 class Differences:
     """Holds how the graph differed from the model in one script.
 
-    By row: logits and features are relative errors, see check.Bounds; divergence is
-    KL(model ‖ graph) in nats. num_other_argmax: rows with another argmax. By committed token: nats
-    of the graph and reference_nats of the model, minus the log-probability each.
+    By row: logits, features and those of each fusion are relative errors, see check.Bounds;
+    divergence is KL(model ‖ graph) in nats. num_other_argmax: rows with another argmax. By
+    committed token: nats of the graph and reference_nats of the model, minus the log-probability
+    each.
     """
 
     logits: list[float] = field(default_factory=list)
     features: list[float] = field(default_factory=list)
+    fused: dict[str, list[float]] = field(default_factory=dict)
     divergence: list[float] = field(default_factory=list)
     num_other_argmax: int = 0
     nats: list[float] = field(default_factory=list)
@@ -204,18 +218,24 @@ def play(
         max_length=info.max_length,
     )
     committed = [token for tree, path in script.steps for token in tree.token_N[path].tolist()]
-    found, width = Differences(), info.dims.hidden_size
+    widths = dict.fromkeys(bundles.feature_names(info.taps), info.dims.hidden_size)
+    widths |= {name: each.fc.shape[1] for name, each in truth.fusions.items()}
+    found = Differences(fused={name: [] for name in truth.fusions})
     for (tree, path), expected_NF in zip(script.steps, truth.expect(script), strict=True):
-        verified = graph.verify(tree, Wants(bundles.feature_names(info.taps)))
+        verified = graph.verify(tree, Wants(tuple(widths)))
         got_NV = np.stack([verified.row(node) for node in range(tree.num_nodes)])
         wanted_NV = truth.logits(expected_NF)
         error_N = np.abs(got_NV - wanted_NV).max(axis=1) / np.ptp(wanted_NV, axis=1)
         found.logits += error_N.tolist()
         got_NF, error_N = verified.features(range(tree.num_nodes)), np.zeros(tree.num_nodes)
-        for begin in range(0, expected_NF.shape[1], width):
-            expected_ND, got_ND = (rows[:, begin : begin + width] for rows in (expected_NF, got_NF))
+        ends = np.cumsum(list(widths.values()))[:-1]
+        wanted, got = (np.split(rows, ends, axis=1) for rows in (expected_NF, got_NF))
+        for name, expected_ND, got_ND in zip(widths, wanted, got, strict=True):
             part_N = np.abs(got_ND - expected_ND).max(axis=1) / np.abs(expected_ND).max(axis=1)
-            error_N = np.maximum(error_N, part_N)  # a NaN stays
+            if name in found.fused:
+                found.fused[name] += part_N.tolist()
+            else:
+                error_N = np.maximum(error_N, part_N)  # a NaN stays
         found.features += error_N.tolist()
         found.num_other_argmax += int((got_NV.argmax(1) != wanted_NV.argmax(1)).sum())
         after = committed[graph.length + 1 : graph.length + 1 + len(path)]

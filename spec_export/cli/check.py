@@ -27,6 +27,13 @@ def command(
             "--precision", help="Precision of the fresh export; repeatable", show_default="fp32"
         ),
     ] = None,
+    drafter_checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--drafter-checkpoint",
+            help="Folder that a drafter was built from, to compare its fusion of taps; repeatable",
+        ),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Check an export against the model it was made from; exits with 1 if a bound is missed."""
@@ -42,7 +49,9 @@ def command(
     from spec_export.cli.report import TerminalReport
 
     precisions = [each.value for each in precision or [Precision.fp32]]
-    result = check.run(model, bundle, precisions, TerminalReport(), base=base)
+    result = check.run(
+        model, bundle, precisions, TerminalReport(), base=base, checkpoints=drafter_checkpoint or ()
+    )
     deliver(out, result.as_json(), lambda: Console().print(_table(result)))
     result.store_accepted_lengths()
     if not result.passed:

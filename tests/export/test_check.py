@@ -23,6 +23,7 @@ from spec_export.cli import main
 from spec_export.decoder import Backbone
 from spec_export.graphs import slots, trace
 from spec_export.make_bundle import BuildOptions
+from spec_export.replay import make_scripts
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.measure import provenance
@@ -93,8 +94,17 @@ def test_taps_are_compared_too(copy: Path, folder: Path, are_swapped: bool) -> N
     )
 
 
-def perturb_weight(model: onnx.ModelProto) -> None:
-    weights = [tensor for tensor in model.graph.initializer if "down" in tensor.name]
+def spoil_target(bundle: Path, spoil: Callable[[onnx.ModelProto], None]) -> None:
+    path = bundle / "target" / "target.onnx"
+    model = onnx.load(path)
+    spoil(model)
+    path.with_suffix(".bin").unlink()
+    ir.save(ir.from_proto(model), path, external_data="target.bin")
+    bundles.write_manifest(bundle, bundles.read(bundle, verify=False).manifest)
+
+
+def perturb_weight(model: onnx.ModelProto, part: str = "down") -> None:
+    weights = [tensor for tensor in model.graph.initializer if part in tensor.name]
     weight = max(weights, key=lambda tensor: len(tensor.raw_data))
     values = onnx.numpy_helper.to_array(weight).copy()
     values[3, 5] += 0.5
@@ -134,15 +144,32 @@ def test_a_graph_with_a_fault_fails(
     wrong: set[str],
     right: set[str],
 ) -> None:
-    path = copy / "target" / "target.onnx"
-    model = onnx.load(path)
-    spoil(model)
-    path.with_suffix(".bin").unlink()
-    ir.save(ir.from_proto(model), path, external_data="target.bin")
-    bundles.write_manifest(copy, bundles.read(copy, verify=False).manifest)
+    spoil_target(copy, spoil)
     found = failed(check.run(str(folder), copy, []).rows)
     assert wrong <= found
     assert not right & found
+
+
+def test_what_the_target_runs_of_a_drafter_is_compared(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a drafter whose folder is given; else the row says that it is not."""
+    monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)
+    monkeypatch.setattr(check.reference, "prompts", lambda: ("say abc",))
+    monkeypatch.setattr(check, "make_scripts", lambda *given: make_scripts(*given)[:1])
+    out = Path(shutil.copytree(workshop.bundle("eagle3"), tmp_path / "x"))
+    given: Any = (str(workshop.llama()), out, [])
+    row = by_name(check.run(*given).rows)["fused.eagle3"]
+    assert row.skipped
+    assert "--drafter-checkpoint" in row.note
+    folders = [workshop.drafter("eagle3")]
+    rows = check.run(*given, checkpoints=folders).rows
+    assert failed(rows) == set()
+    assert not by_name(rows)["fused.eagle3"].skipped
+    spoil_target(out, lambda model: perturb_weight(model, "eagle3.fc"))
+    assert failed(check.run(*given, checkpoints=folders).rows) == {"fused.eagle3"}
+    with pytest.raises(UserError, match="got a folder of drafter medusa, expected one of the bund"):
+        check._require_drafters(bundles.read(out), {"fused.medusa": None})
 
 
 def test_another_tokenizer_fails(copy: Path, folder: Path) -> None:
