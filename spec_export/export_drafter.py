@@ -43,6 +43,7 @@ NO_FORM = {
     "eagle": "vLLM's has no norm before its layer and no bias in fc, ours may have both",
     "hydra": "the published form has biases and no norm before its heads, and ours the reverse",
     "parallelspec": "P-EAGLE has one mask row for all guesses and no final feature, ours has both",
+    "pard": "it is a language model: what is imported is what other engines read",
     "peagle": "the form of speculators is read by import, but not written yet",
     "redrafter": "TensorRT-LLM's form of it is not supported",
     "semi_autoregressive": "no published form has its layers",

@@ -31,7 +31,7 @@ from spec_runtime.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
 
-FUSABLE = ("parallelspec", "peagle", "amphista", "medusa")
+FUSABLE = ("parallelspec", "peagle", "pard", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)
 CONDITIONED = "parallelspec+token"
 # Built for "cuda", the bundle is in fp16 and has banks (spec_export/graphs/banks.py); at fp32 it

@@ -88,6 +88,7 @@ class GraphWriter:
             mask_ids=mask_input_ids(base, num_masks, reads_token),
             repeat_feature=config.get("mask_feature") == "anchor",
             mask_reads_token=reads_token,
+            first_token=config.get("first_token", 1),
         )
         file = f"target/{fused_name(info.name)}.onnx"
         graph = save_graph(model, "slots", self.folder, file, (target, drafter))

@@ -235,12 +235,14 @@ class _PretrainedGraph(nn.Module):
         return (top.indices, top.values, *caches)
 
 
-def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], rows: int) -> None:
-    """Raises UserError unless both vocabularies, token -> id, have the same tokens, and the
-    model's embedding of `rows` rows has them all."""
+def require_same_tokens(
+    target_ids: dict[str, int], model_ids: dict[str, int], rows: int, mask_id: int | None = None
+) -> None:
+    """Raises UserError unless both vocabularies, token -> id, have the same tokens but for a mask,
+    and the model's embedding of `rows` rows has them all."""
     expected, got = ({i: token for token, i in ids.items()} for ids in (target_ids, model_ids))
     for i in sorted(expected | got):
-        if expected.get(i) != got.get(i):
+        if i != mask_id and expected.get(i) != got.get(i):
             raise UserError(
                 f"got a draft model whose token {i} is {got.get(i)!r:.80}, expected the target's "
                 f"{expected.get(i)!r:.80}: both need one vocabulary"

@@ -288,6 +288,20 @@ class DrafterBase(nn.Module):
         pairs = [] if self.bigrams is None else ["pair_log_probs"]
         return ["guess_ids", "guess_log_probs", *pairs]
 
+    def one_pass_outputs(self, logits_MV: Tensor, num_masks: int) -> list[Tensor]:
+        """Returns guess_ids i64 and guess_log_probs f32 [M, C] of the logits of a row and K masks,
+        and with a table of bigrams pair_log_probs f32[K, C, C], see `BigramPairs`."""
+        index_MC, log_prob_MC = self.top_draft_tokens(logits_MV, self.config.top_k)
+        outputs = [self.draft_token_ids[index_MC], log_prob_MC]
+        if self.bigrams is not None:
+            # The pairs have a fixed shape, which axes of logit rows cannot give, and rows chosen
+            # by a slice do not have for TensorRT. A run of the prompt has fewer rows, and the last
+            # one repeated: nobody reads its guesses.
+            K = num_masks
+            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
+            outputs.append(self.bigrams(*(x.index_select(0, torch.arange(K + 1)) for x in padded)))
+        return outputs
+
 
 def level_config(config: Any) -> dict[str, Any]:
     """Returns what the proposers that draft level by level read of a drafter's config."""
@@ -486,23 +500,6 @@ class CachedGraph(nn.Module):
             x, new = layer(x, old[2 * i : 2 * i + 2], step)
             caches += new
         return x.index_select(1, logit_rows), caches
-
-    def one_pass_outputs(self, logits_MV: Tensor, num_masks: int) -> list[Tensor]:
-        """Returns guess_ids i64 and guess_log_probs f32 [M, C] of the logits of a row and K masks,
-        and with a table of bigrams pair_log_probs f32[K, C, C], see `BigramPairs`."""
-        drafter = self.drafter
-        index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
-        outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
-        if drafter.bigrams is not None:
-            # The pairs have a fixed shape, which axes of logit rows cannot give, and rows chosen
-            # by a slice do not have for TensorRT. A run of the prompt has fewer rows, and the last
-            # one repeated: nobody reads its guesses.
-            K = num_masks
-            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
-            outputs.append(
-                drafter.bigrams(*(x.index_select(0, torch.arange(K + 1)) for x in padded))
-            )
-        return outputs
 
 
 def export_cached(

@@ -466,7 +466,7 @@ class _DrafterGraph(CachedGraph):
         rows, caches = self.run_layers(x, inputs)
         rows_MD = drafter.output_rows(rows).view(-1, D)
         logits_MV = F.linear(rows_MD, drafter.head_VD)
-        return (*self.one_pass_outputs(logits_MV, drafter.config.num_masks), *caches)
+        return (*drafter.one_pass_outputs(logits_MV, drafter.config.num_masks), *caches)
 
     def _tokens(self, input_ids: Tensor) -> Tensor:
         """Returns the token chunk [1, N, D] of real and mask rows."""

@@ -118,4 +118,4 @@ class _DrafterGraph(CachedGraph):
         pairs = F.embedding(token, drafter.embedding_table), feature
         rows, caches = self.run_layers(pairs, inputs)
         logits_MV = F.linear(self.norm(rows.view(-1, drafter.dims.hidden_size)), drafter.head)
-        return (*self.one_pass_outputs(logits_MV, drafter.config.num_masks), *caches)
+        return (*drafter.one_pass_outputs(logits_MV, drafter.config.num_masks), *caches)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from spec_runtime.mapping import brief, parse_json
 # metadata of a safetensors file, which other readers pass over.
 SEARCH, SEARCH_KEY = ("num_guesses", "max_width", "top_k"), "specsplit.search"
 SHOWN = 3  # names that a message lists
-PARD = ("pard_token", "pard2_target_layers", "pard2")  # keys of configs
+PARD, PARD_2 = "pard_token", ("pard2_target_layers", "pard2")  # keys of configs
 MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a whole model
 
 
@@ -87,8 +88,9 @@ class ForeignFolder:
 def open_folder(path: Path) -> ForeignFolder:
     """Returns what a folder holds.
 
-    Raises UserError if a file is missing or damaged, and UnsupportedModelError, before weights are
-    read, for PARD's drafters; pickled files may hold tensors only.
+    Of PARD's drafters, which are opened as any language model is, it holds no tensors. Raises
+    UserError if a file is missing or damaged, and UnsupportedModelError, before weights are read,
+    for those of PARD-2; pickled files may hold tensors only.
     """
     try:
         config = parse_json((path / "config.json").read_bytes())
@@ -96,12 +98,14 @@ def open_folder(path: Path) -> ForeignFolder:
         raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
-    pard = next((key for key in PARD if key in config), None)
-    if pard is not None:
+    refused = next((key for key in PARD_2 if key in config), None)
+    if refused is not None:
         raise UnsupportedModelError(
-            f"{path}: got {pard} in the config, a drafter of PARD, expected another kind: a whole "
-            "language model that guesses through mask tokens in one pass is not supported yet"
+            f"{path}: got {refused} in the config, a drafter of PARD-2, expected another kind: a "
+            "whole language model that reads the target's layers too is not supported yet"
         )
+    if PARD in config:
+        return ForeignFolder(path, [path / "config.json", *weight_files(path, None)], config, {})
     heads = [path / name for name in HEADS if (path / name).is_file()]
     files = heads[:1] or weight_files(path, None)
     tensors = {
@@ -118,7 +122,8 @@ class Reading:
     source: what messages about its weights name. said: what the reader decided, a line each.
     doubts: what the files do not tell; a wrong guess there costs accepted tokens and raises no
     error. others: other readings of the same weights, in words: the config's fields in which they
-    differ.
+    differ. require_tokenizer: raises UserError if the target's tokenizer is not its own. dtype: the
+    type of the stored weights.
     """
 
     format: str
@@ -130,3 +135,5 @@ class Reading:
     said: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    require_tokenizer: Callable[[Any], None] = lambda tokenizer: None
+    dtype: torch.dtype = torch.float32

@@ -11,7 +11,7 @@ import torch
 from spec_export import drafters, reference, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
-from spec_export.foreign import dflash, eagle1, eagle3, gguf_files, medusa
+from spec_export.foreign import dflash, eagle1, eagle3, gguf_files, medusa, pard
 from spec_export.foreign.folder import Reading, open_folder
 from spec_export.hidden_states import features_and_taps
 from spec_export.report import SILENT, Report
@@ -27,8 +27,8 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 ANSWER_TOKENS = 48  # of each prompt that is measured
-# Each has `matches`, which looks at a folder's tensors, and `read`.
-FORMATS = (dflash, eagle3, medusa, eagle1)
+# Each has `matches`, which looks at a folder's config and tensors, and `read`.
+FORMATS = (pard, dflash, eagle3, medusa, eagle1)
 POOR = 1.3  # a chain's accepted length below which other readings are measured too
 
 
@@ -81,6 +81,7 @@ def run(
         found: Reading = form.read(folder, backbone, overrides.given())
     except RuntimeError as error:  # torch joins no tensors of different widths
         raise UserError(f"{source}: got tensors that do not fit: {brief(error)}") from error
+    found.require_tokenizer(tokenizer)
     found.source = source
     found.config |= folder.search()
     prints = target.fingerprint(ours)
@@ -108,7 +109,7 @@ def run(
     )
     ids = None if found.draft_token_ids is None else found.draft_token_ids.numpy()
     return save_drafter(
-        out, module.state_dict(), found.name, module.config, provenance, ids, dtype=torch.float32
+        out, module.state_dict(), found.name, module.config, provenance, ids, dtype=found.dtype
     )
 
 

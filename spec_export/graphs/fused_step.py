@@ -42,14 +42,15 @@ def fuse(
     mask_ids: Sequence[int] = (),
     repeat_feature: bool = False,
     mask_reads_token: bool = False,
+    first_token: int = 1,
 ) -> ir.Model:
     """Returns the two graphs as one step over trees of N = `num_nodes` nodes; both are used up.
 
-    features, mask_ids, repeat_feature and mask_reads_token (the root's token is added to mask_ids)
-    say what the drafter reads, as its manifest entry does. Its output pair_log_probs f32[D - 1,
-    C, C], if there, conditions its guesses, see trees.Guesses. D is the number of guesses and so
-    the depth of the deepest node. Each part of the state is an input `state.X` and an output
-    `state.X.out`:
+    features, mask_ids, repeat_feature, mask_reads_token (the root's token is added to mask_ids) and
+    first_token (that of row 0) say what the drafter reads, as its manifest entry does. Its output
+    pair_log_probs f32[D - 1, C, C], if there, conditions its guesses, see trees.Guesses. D is the
+    number of guesses and so the depth of the deepest node. Each part of the state is an input
+    `state.X` and an output `state.X.out`:
 
     token i64[N] (-1: no node), parent i64[N], depth i64[N], ancestor bool[N, N] (A above), slot
     i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]
@@ -89,7 +90,7 @@ def fuse(
     num_candidates = fixed_size(outputs["guess_ids"], 1)
     fused.verify(num_nodes)
     fused.accept(num_guesses, features)
-    fused.draft(mask_ids, repeat_feature, mask_reads_token)
+    fused.draft(mask_ids, repeat_feature, mask_reads_token, first_token)
     fused.grow(num_candidates)
     return fused.finish()
 
@@ -194,7 +195,13 @@ class _FusedGraph:
         self.next["taken"] = taken
         self.next["counts"] = op("Add", state["counts"], self.count)
 
-    def draft(self, mask_ids: Sequence[int], repeat_feature: bool, mask_reads_token: bool) -> None:
+    def draft(
+        self,
+        mask_ids: Sequence[int],
+        repeat_feature: bool,
+        mask_reads_token: bool,
+        first_token: int,
+    ) -> None:
         """Feeds the drafter's graph: the path's rows as a chain, then the mask tokens."""
         op, P, K = self.op, self.P, len(mask_ids)
         banks = {name for name in self.drafter_inputs if name.startswith(BANK)}
@@ -209,17 +216,19 @@ class _FusedGraph:
             )
             return
         n, P_and_masks = P + K, np.arange(P + K)
+        # The path's tokens follow the root, whose own row is there if row t is token t.
+        begin = self.length if first_token else op("Add", self.length, [1])
         ids_P = op("Max", self.emitted_P, [0])
         ahead_n = self.edit.constant(np.where(P_and_masks < P, P_and_masks, P_and_masks - P))
         is_mask_n = self.edit.constant(P_and_masks >= P)
         ahead_n = op("Add", ahead_n, op("Where", is_mask_n, self.count, [0]))
-        slot_n = op("Add", self.length, P_and_masks)
+        slot_n = op("Add", begin, P_and_masks)
         # A row attends the kept rows before it, and itself.
         seen_n = op("Or", op("Less", P_and_masks, self.count), is_mask_n)
         seen_nn = op("Or", op("And", np.tri(n, dtype=np.bool_), seen_n), np.eye(n, dtype=np.bool_))
         size_S = op("Squeeze", op("Shape", self.state["taken"]), [0])
         zero, one = (self.edit.constant(np.array(value)) for value in (0, 1))
-        taken_S = op("Less", op("Range", zero, size_S, one), self.length)
+        taken_S = op("Less", op("Range", zero, size_S, one), begin)
         mask_nS = op("Expand", taken_S, op("Concat", [n], op("Shape", taken_S), axis=0))
         slot_nn = op("Expand", slot_n, [n, n])
         mask_nS = op("ScatterElements", mask_nS, slot_nn, seen_nn, axis=1)
@@ -228,13 +237,13 @@ class _FusedGraph:
             mask_K = op("Add", mask_K, self.bonus)
         feeds = {
             "input_ids": self.batch(op("Concat", ids_P, mask_K, axis=0) if K else ids_P),
-            "position_ids": self.batch(op("Add", self.length, ahead_n)),
+            "position_ids": self.batch(op("Add", begin, ahead_n)),
             "mask": op("Unsqueeze", mask_nS, [0, 1]),
             "logit_rows": op("Concat", op("Sub", self.count, [1]), P_and_masks[P:], axis=0)
             if K
             else op("Sub", self.count, [1]),
             "slots": slot_n,
-            "seqlens_k": self.int32(op("Add", self.length, [n - 1])),
+            "seqlens_k": self.int32(op("Add", begin, [n - 1])),
         }
         if banks:
             behind = [best_slot] * K if repeat_feature else [np.full(K, -1)]

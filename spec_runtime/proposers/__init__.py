@@ -33,6 +33,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
     "eagle": FeatureProposer.open,
     "eagle3": FeatureProposer.open,
     "peagle": OnePassProposer.open,
+    "pard": OnePassProposer.open,
     "dflash": BlockProposer.open,
     "draft_model": DraftModelProposer.open,
     "medusa": OnePassProposer.open,

@@ -73,6 +73,7 @@ class OnePassProposer(RowsProposer):
             runtime,
             target,
             wants_features=info.config["inputs"] != "tokens",
+            first_token=info.config.get("first_token", 1),
             repeat_feature=info.config.get("mask_feature") == "anchor",
         )
         base, reads_token = info.config["mask_token_base"], info.config.get("mask_reads_token")

@@ -29,6 +29,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"taps": (0, 2, 3), "mask_token_id": 3, "block_size": 4, "top_k": 5},
     "eagle3": {"taps": (0, 2, 3)},
     "peagle": {"taps": (0, 2, 3)},
+    "pard": {
+        "model": {
+            **{"model_type": "llama", "hidden_size": 48, "intermediate_size": 80},
+            **{"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1},
+            **{"vocab_size": VOCAB + 2, "initializer_range": 0.2},
+        },
+        "mask_token_id": VOCAB,
+    },
     "semi_autoregressive": {"head_width": 128},  # large enough for every product to be quantised
     "skip_layer": {"layers": 1},
 }

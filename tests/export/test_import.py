@@ -396,7 +396,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another kind of speculators": (
         {"speculators_model_type": "mlp"}, {}, "got speculators_model_type 'mlp'",
     ),
-    "PARD": ({"pard_token": 5}, {}, "got pard_token in the config, a drafter of PARD, expected"),
+    "PARD-2": (
+        {"pard_token": 5, "pard2": True}, {}, "got pard2 in the config, a drafter of PARD-2, expec",
+    ),
     "masks of another library": ({}, {"mask_hidden": torch.ones(1)}, "None with weights mask_hid"),
     "ModelOpt's heads": ({}, {"parallel_draft_heads.0.x": torch.ones(1)}, "parallel heads"),
     "a tensor": ({}, {"layers.0.gate.weight": torch.ones(1)}, r"got layers\.0\.gate\.weight"),

@@ -47,6 +47,12 @@ OPTIONS = {
     ),
     "eagle3": "taps = [1, 2]\nfc_norm = true\nnorm_output = true",
     "peagle": "taps = [1, 2]\nnorm_before_fc = true\nmask_token_id = 5",
+    "pard": (
+        "num_masks = 3\nmask_token_id = 98\nanchor_fraction = 1.0\n"
+        'model = { model_type = "llama", vocab_size = 99, hidden_size = 64, intermediate_size = 96,'
+        " num_hidden_layers = 2, num_attention_heads = 4, max_position_embeddings = 256,"
+        " initializer_range = 0.15 }"
+    ),
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",
 }
