@@ -68,8 +68,7 @@ REFUSED = {
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "input_embed_fn.weight")
 CONFIDENCE = ("confidence_head.", "confidence_proj", "conf_proj.")
 MARKOV = ("markov_w1", "markov_w2")
-# Rows of a block, where unnamed.
-ROWS = {"z-lab": 16, "ModelOpt": 16, "speculators": 8, "DeepSpec": 7, "GGUF": 16}
+ROWS = {"z-lab": 16, "speculators": 8, "GGUF": 16}  # of a block; the others always name them
 ANCHOR = {True: "anchor", False: "fill-in"}
 
 
@@ -159,7 +158,7 @@ class _Settings:
             layer = with_defaults(folder, layer, MODELS)
         elif top.get("model_type") not in (None, *MODELS):
             raise unsupported(folder, "model_type", top["model_type"], " or ".join(MODELS))
-        self._places = (top, nested, layer)
+        self._places = (nested, top, layer)
         for place in self._places:
             for name, values in ONLY.items():
                 value = place.get(name)
@@ -200,7 +199,7 @@ class _Settings:
         name = "aux_hidden_state_layer_ids" if is_input else "target_layer_ids"
         ids = self.get(name)
         if ids is None and not is_input:
-            steps = range(count)
+            steps, n = range(count), self.get("num_target_layers", n)
             ids = [round(1 + i * (n - 4) / (count - 1)) for i in steps] if count > 1 else [n // 2]
             found.doubts.append(f"the config names no layers: outputs {ids} are the usual ones")
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -230,18 +229,16 @@ class _Settings:
         """Returns the rows of a block."""
         rows = self.get("block_size")
         if rows is None:
-            rows = ROWS[self.format]
+            rows = ROWS.get(self.format)
             found.doubts.append(f"the config names no block_size: {rows} is the usual one")
         if type(rows) is not int or rows < 2:
             raise unsupported(self._folder, "block_size", rows, "2 rows or more")
         return rows
 
     def rope(self, found: Reading) -> dict[str, Any]:
-        """Returns the drafter's own rotary parameters; the base is a million where none is named,
-        as in Qwen3's models."""
+        """Returns the drafter's own rotary parameters."""
         names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
-        layer = {"rope_theta": 1e6} | {key: self.get(key) for key in names if self.get(key)}
-        rope = rotary_parameters(self._folder, layer)
+        rope = rotary_parameters(self._folder, {key: self.get(key) for key in names})
         found.said.append(f"rotary base {rope['rope_theta']:g}, {rope['rope_type']}")
         return rope
 
