@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from spec_export.bundling.drafters import load_module, shipped_drafter, warn_of_
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import own_rotary_table
 from spec_export.foreign import medusa
-from spec_export.foreign.eagle3 import layer_norms
+from spec_export.foreign.dflash import MARKOV, block_norms
+from spec_export.foreign.eagle3 import MASK, layer_norms
 from spec_export.foreign.folder import SEARCH, SEARCH_KEY
 from spec_export.foreign.parts import layer_names
 from spec_export.loading.files import HEADS
@@ -32,22 +33,24 @@ from spec_runtime.files.writing import replacing_folder, require_replaceable
 
 # The drafters that a form can hold.
 FORMS = {
-    "speculators": ("eagle3",),
+    "speculators": ("dflash", "eagle3", "peagle"),
     "native": ("eagle3", "medusa"),
     "vllm-medusa": ("medusa",),
 }
 NO_FORM = {
     "amphista": "no published form has its attention between heads",
-    "dflash": "the forms of z-lab and speculators are read by import, but not written yet",
     "draft_model": "it borrows the target's embedding and head through products of its own",
     "eagle": "vLLM's has no norm before its layer and no bias in fc, ours may have both",
     "hydra": "the published form has biases and no norm before its heads, and ours the reverse",
     "parallelspec": "P-EAGLE has one mask row for all guesses and no final feature, ours has both",
     "pard": "it is a language model: what is imported is what other engines read",
-    "peagle": "the form of speculators is read by import, but not written yet",
     "redrafter": "TensorRT-LLM's form of it is not supported",
     "semi_autoregressive": "no published form has its layers",
     "skip_layer": "it is the target's own first layers",
+}
+ARCHITECTURES = {  # of speculators, by its kinds of drafters
+    **{"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"},
+    **{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"},
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # whose tables do not depend on the context
 
@@ -82,6 +85,8 @@ def run(checkpoint: str, form: str, model: str | None, out: Path, report: Report
             exported = _native_medusa(module, f"{saved.path}, as {form}", model)
         else:
             exported = _medusa(module, backbone)
+    elif saved.name == "dflash":
+        exported = _block_drafter(_Blocks(module, backbone, f"{saved.path}, as {form}"))
     else:
         write = _speculators if form == "speculators" else _native
         exported = write(_Eagle3(module, backbone, f"{saved.path}, as {form}"))
@@ -90,8 +95,8 @@ def run(checkpoint: str, form: str, model: str | None, out: Path, report: Report
             "name_or_path": model if source.kind in ("hub", "folder") else None,
             "architectures": [type(hf_model).__name__],
         }
-    search = {name: getattr(module.config, name, None) for name in SEARCH}
-    _write(exported, {name: each for name, each in search.items() if each is not None}, out)
+    settings = asdict(module.config)
+    _write(exported, {name: settings[name] for name in SEARCH if name in settings}, out)
     if saved.bigrams is not None:
         report.line("its table of bigrams is left out: the form has no place for it")
     report.line("the engines that read this form draft chains, whose accepted length is shorter")
@@ -205,9 +210,28 @@ class _Eagle3:
             "tie_word_embeddings": False,
         }
 
+    def of_speculators(self, kind: str) -> dict[str, Any]:
+        """Returns what `speculators` writes of a drafter of any kind; raises UnsupportedModelError
+        for another width than the target's, which it cannot say."""
+        self.require("hidden_size", self.dims.hidden_size, self.backbone.config.hidden_size)
+        number = self.config.num_guesses
+        return {
+            "architectures": [ARCHITECTURES[kind]],
+            "speculators_model_type": kind,
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": kind,
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": number}],
+                "default_proposal_method": "greedy",
+            },
+            "transformer_layer_config": self.layer_config() | {"rope_parameters": self.rope},
+            "draft_vocab_size": len(self.module.draft_token_ids),
+            "tie_word_embeddings": False,
+        }
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the weights as `speculators` names them, with the embedding that it reads."""
-        module, dims = self.module, self.dims
+        module = self.module
         state = {name: each.detach().float() for name, each in module.state_dict().items()}
         state.pop("embedding", None)
         found = {
@@ -221,45 +245,48 @@ class _Eagle3:
             found |= {f"fc_norm.{i}.weight": norm for i, norm in norms}
         elif self.config.norm_before_fc:
             found["input_norm.weight"] = state.pop("fusion.norm")
+        if MASK in state:
+            found[MASK] = state.pop(MASK).view(1, 1, -1)
+        return found | self._layers(state) | self._vocabulary()
+
+    def norms(self, i: int) -> dict[str, tuple[str, ...]]:
+        """Returns the names of our norms in layer i, and of theirs."""
+        return layer_norms(i, self.config.qk_norms)
+
+    def _layers(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the weights of all layers, the last ones that `state` has."""
+        dims, found = self.dims, dict[str, Tensor]()
         heads = [count * dims.head_dim for count in (dims.num_heads, *2 * (dims.num_kv_heads,))]
         for i in range(self.config.layers):
-            for ours, theirs in layer_names(i, layer_norms(i, self.config.qk_norms)).items():
+            for ours, theirs in layer_names(i, self.norms(i)).items():
                 rows = _turned(state.pop(ours))
                 sizes = heads if len(theirs) == 3 else [len(rows) // len(theirs)] * len(theirs)
                 found |= dict(zip(theirs, rows.split(sizes), strict=True))
         assert not state, sorted(state)
-        if self.has_draft_vocabulary:
-            ids, V = module.draft_token_ids, self.backbone.config.vocab_size
-            found["d2t"] = ids - torch.arange(len(ids))
-            found["t2d"] = torch.isin(torch.arange(V), ids)
         return found
+
+    def _vocabulary(self) -> dict[str, Tensor]:
+        """Returns the maps between the target's tokens and those that are guessed."""
+        if not self.has_draft_vocabulary:
+            return {}
+        ids, V = self.module.draft_token_ids, self.backbone.config.vocab_size
+        of_drafts = ids - torch.arange(len(ids))
+        return {"d2t": of_drafts, "t2d": torch.isin(torch.arange(V), ids)}
 
     @property
     def has_draft_vocabulary(self) -> bool:
-        return len(self.module.head) < self.backbone.config.vocab_size
+        return len(self.module.draft_token_ids) < self.backbone.config.vocab_size
 
 
 def _speculators(drafter: _Eagle3) -> Exported:
     """Returns a drafter as the library `speculators` 0.9 saves it, which vLLM reads."""
     config = drafter.config
-    drafter.require("hidden_size", drafter.dims.hidden_size, drafter.backbone.config.hidden_size)
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_guesses}
-    flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-    about = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-        },
-        "transformer_layer_config": drafter.layer_config() | {"rope_parameters": drafter.rope},
-        "draft_vocab_size": len(drafter.module.head),
+    kind = "peagle" if hasattr(config, "mask_token_id") else "eagle3"
+    flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "mask_token_id")
+    about = drafter.of_speculators(kind) | {
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
         "embed_requires_grad": config.own_embedding,
-        "tie_word_embeddings": False,
-        **{name: getattr(config, name) for name in flags},
+        **{name: getattr(config, name) for name in flags if hasattr(config, name)},
     }
     return Exported(about, drafter.tensors())
 
@@ -288,6 +315,59 @@ def _native(drafter: _Eagle3) -> Exported:
     else:  # its readers take the target's
         del tensors["embed_tokens.weight"]
     return Exported(about, tensors)
+
+
+# ---- DFlash and DSpark ----
+
+
+class _Blocks(_Eagle3):
+    """Holds the same of a block drafter, whose embedding is the target's, and so is its head
+    where it guesses among all tokens."""
+
+    def norms(self, i: int) -> dict[str, tuple[str, ...]]:
+        return block_norms(self.config.qk_norms)
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = {name: each.detach().float() for name, each in self.module.state_dict().items()}
+        own_head = state.pop("head", self.module.head_VD.float())
+        found = {"lm_head.weight": own_head} if self.has_draft_vocabulary else {}
+        found |= {
+            "fc.weight": state.pop("fusion.fc").T,
+            "hidden_norm.weight": state.pop("fusion.out_norm"),
+            "norm.weight": state.pop("norm"),
+        }
+        for ours, theirs in (("markov_read", MARKOV[0]), ("markov_write", MARKOV[1])):
+            if ours in state:
+                found[f"markov_head.{theirs}.weight"] = state.pop(ours)
+        return found | self._layers(state) | self._vocabulary()
+
+
+# Fields of a block drafter that its form says, or that tell of training and search only.
+SAID = (
+    *("taps", "layers", "block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "rope"),
+    *("own_head", "top_k", "anchor_fraction", "soft_weight", "decay", "norm_eps"),
+    *("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "hidden_size"),
+)
+
+
+def _block_drafter(drafter: _Blocks) -> Exported:
+    """Returns a drafter as the library `speculators` 0.9 saves it, which vLLM reads."""
+    config = drafter.config
+    for field in fields(config):
+        if field.name not in SAID:
+            drafter.require(field.name, getattr(config, field.name), field.default)
+    drafter.require("embedding_scale", drafter.backbone.embedding.embedding_scale, 1)
+    if not drafter.has_draft_vocabulary:
+        drafter.require("own_head", config.own_head, False)
+    kind = "dspark" if config.markov_rank else "dflash"
+    about = drafter.of_speculators(kind)
+    if config.markov_rank:
+        about |= {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
+        about |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    same = ("block_size", "mask_token_id", "sample_from_anchor")
+    about |= {name: getattr(config, name) for name in same}
+    about |= {"aux_hidden_state_layer_ids": list(config.taps), "sliding_window_non_causal": False}
+    return Exported(about, drafter.tensors())
 
 
 # ---- Medusa ----

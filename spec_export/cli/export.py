@@ -17,14 +17,17 @@ class Form(StrEnum):
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of an eagle3 or medusa drafter, or a shipped one's name")
+        str,
+        typer.Argument(
+            help="Folder of an eagle3, peagle, dflash or medusa drafter, or a shipped one's name"
+        ),
     ],
     form: Annotated[
         Form,
         typer.Option(
             "--format",
-            help="speculators (vLLM) for eagle3, vllm-medusa for medusa, native (their authors) "
-            "for both",
+            help="speculators (vLLM) for eagle3, peagle and dflash, vllm-medusa for medusa, native "
+            "(their authors) for eagle3 and medusa",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="A new folder")],

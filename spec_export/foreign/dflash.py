@@ -246,6 +246,14 @@ class _Settings:
 # ---- the weights ----
 
 
+def block_norms(has_head_norms: bool) -> dict[str, tuple[str, ...]]:
+    """Returns the names of our norms in a layer, and of theirs; see parts.LAYER."""
+    norms: dict[str, tuple[str, ...]] = {"attention_norm": ("input_layernorm",)}
+    if has_head_norms:
+        norms |= {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+    return norms
+
+
 def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) -> dict[str, Any]:
     """Moves the layers' weights into `state` and returns the fields that they decide."""
     count = 0
@@ -258,10 +266,8 @@ def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) 
             "expected as many, 1 or more"
         )
     sizes = layer_sizes(folder, config.get("num_attention_heads"))
-    norms: dict[str, tuple[str, ...]] = {"attention_norm": ("input_layernorm",)}
     has_norms = "layers.0.self_attn.q_norm.weight" in folder.tensors
-    if has_norms:
-        norms |= {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+    norms = block_norms(has_norms)
     for i in range(count):
         take_layer(folder, i, norms, state)
     return {"layers": count, "qk_norms": has_norms} | sizes

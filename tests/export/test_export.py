@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from importing import borrowed_target
 from published_heads import medusa_log_q
 from tiny_backbone import LLAMA3, YARN, longrope
 from tiny_target import save_llama
@@ -181,16 +182,17 @@ def test_a_target_that_rotates_part_of_a_head_is_refused(save: Save, tmp_path: P
         export_drafter.run(str(folder), "speculators", str(model), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["plain", "trained", "qwen3"])
-def test_a_drafter_of_speculators_comes_back_as_it_was(
-    name: str, llama: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["plain", "trained", "qwen3", "peagle", "dflash", "dspark"])
+def test_a_drafter_of_speculators_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """Tensors, types and keys are those that the library wrote, see written_by_speculators/; it
-    reads what we write by them. There `read.py` compares its logits."""
+    reads what we write by them; see test_speculators.py for its logits. A confidence head, which
+    ours do not have, stays away."""
+    llama = borrowed_target(tmp_path / "llama")
     folder = Path(__file__).parent / "written_by_speculators" / name
     ours = importer.run(str(folder), str(llama), tmp_path / "ours", is_measured=False)
     config, tensors = export(ours, "speculators", llama, tmp_path / "out")
     theirs = safetensors.torch.load_file(folder / "model.safetensors")
+    theirs = {key: each for key, each in theirs.items() if "confidence" not in key}
     assert tensors.keys() == theirs.keys()
     for each, tensor in theirs.items():
         assert tensors[each].dtype == tensor.dtype, each
@@ -198,11 +200,29 @@ def test_a_drafter_of_speculators_comes_back_as_it_was(
     written = json.loads((folder / "config.json").read_text())
     unlike = {"architectures", "embed_requires_grad", "speculators_config", "torch_dtype"}
     for key in config.keys() - unlike - {"transformer_layer_config"}:
-        assert config[key] == written[key], key
+        assert "confidence" in key or config[key] == written[key], key
     for key, value in config["transformer_layer_config"].items():
         if key != "max_position_embeddings":
             assert value == written["transformer_layer_config"][key], key
     assert config["speculators_config"].keys() == written["speculators_config"].keys()
+
+
+BLOCKS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a head of its own": ({"own_head": True}, "got own_head True, expected False"),
+    "an embedding of its own": ({"own_embedding": True}, "got own_embedding True, expected False"),
+    "no head norms": ({"qk_norms": False}, "got qk_norms False, expected True"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS_REFUSED)
+def test_a_block_drafter_that_the_form_cannot_say_is_refused(
+    case: str, save: Save, llama: Path, tmp_path: Path
+) -> None:
+    options, message = BLOCKS_REFUSED[case]
+    folder, _ = save("dflash", None, **{"taps": DEFAULT_TAPS} | options)
+    with pytest.raises(UserError, match=f"as speculators: {message}"):
+        export_drafter.run(str(folder), "speculators", str(llama), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- Medusa ----

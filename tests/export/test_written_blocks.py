@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 from graphs import Runner
+from importing import borrowed_target
 from tiny_backbone import chain
-from tiny_target import save_llama
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from spec_export import target
 from spec_export.bundling.drafters import load_module
@@ -42,14 +41,7 @@ def golden_of(name: str) -> Golden:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with the embedding and the head that the drafters borrowed."""
-    folder = save_llama(tmp_path_factory.mktemp("written") / "llama", num_hidden_layers=8)
-    model, golden = AutoModelForCausalLM.from_pretrained(folder), golden_of(NAMES[0])
-    with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(golden["embedding"])
-        model.get_output_embeddings().weight.copy_(golden["head"])
-    model.save_pretrained(folder)
-    return folder
+    return borrowed_target(tmp_path_factory.mktemp("written") / "llama")
 
 
 def imported(name: str, llama: Path, out: Path) -> tuple[Any, Backbone]:
