@@ -53,7 +53,8 @@ def randomise(model: torch.nn.Module, lent: tuple[str, ...]) -> None:
 def save_golden(folder: Path, target: LlamaForCausalLM, **golden: torch.Tensor) -> None:
     golden |= {"embedding": target.model.embed_tokens.weight, "head": target.lm_head.weight}
     golden |= {"states": STATES, "tokens": TOKENS}
-    np.savez(folder / "golden.npz", **{key: x.detach().numpy() for key, x in golden.items()})
+    arrays: Any = {key: x.detach().numpy() for key, x in golden.items()}
+    np.savez(folder / "golden.npz", **arrays)
 
 
 def block_logits(model: Any) -> torch.Tensor:
@@ -106,7 +107,8 @@ def write_zlab(name: str, target: LlamaForCausalLM, layers: int, **given: Any) -
     """Writes a drafter of z-lab, which drafts as its inference does: over its cache, to which the
     context is added a row at a time, and out of which each block is cropped. What is not given is
     not in the file either, and is what the library takes for it."""
-    config = Qwen3Config(**SIZES, num_hidden_layers=layers, num_target_layers=LAYERS, **given)
+    given |= {"num_hidden_layers": layers, "num_target_layers": LAYERS}
+    config = Qwen3Config(**SIZES, **given)
     absent = {"rope_parameters"} - given.keys()
     folder = Path(__file__).parent / name
     model = DFlashDraftModel(config)
