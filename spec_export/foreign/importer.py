@@ -99,8 +99,7 @@ def run(
     if is_measured:
         with report.status("loading the target"):
             hf_model, tokenizer = target.load(ours)
-        with report.status("answering prompts"):
-            answers = _answers(hf_model, tokenizer)
+        answers = _answers(hf_model, tokenizer, report)
         about["chain_length"] = _measure(found, answers, hf_model, backbone, report)
         length = _accepted_length(module, answers, hf_model, module.config.top_k)
         facts["validation"] = {"accepted_length": length, "answers": len(answers)}
@@ -128,19 +127,21 @@ def _module(found: Reading, backbone: Backbone) -> Any:
 # ---- measuring ----
 
 
-def _answers(hf_model: Any, tokenizer: Any) -> list[Batch]:
+def _answers(hf_model: Any, tokenizer: Any, report: Report = SILENT) -> list[Batch]:
     """Returns the shipped prompts with the target's greedy answers, a batch each."""
-    batches = []
-    for text in reference.prompts():
-        prompt = torch.tensor([reference.encode(tokenizer, text)])
-        with torch.inference_mode():
-            token_BT = hf_model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-        is_answer_BT = torch.arange(token_BT.shape[1])[None] >= prompt.shape[1]
-        length_B = torch.tensor([token_BT.shape[1]])
-        batches.append(Batch(token_BT.clone(), is_answer_BT, None, length_B))
+    batches, prompts = [], reference.prompts()
+    with report.progress("the target's answers") as advance:
+        for i, text in enumerate(prompts):
+            prompt = torch.tensor([reference.encode(tokenizer, text)])
+            with torch.inference_mode():
+                token_BT = hf_model.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS,
+                    do_sample=False, pad_token_id=0,
+                )  # fmt: skip
+            is_answer_BT = torch.arange(token_BT.shape[1])[None] >= prompt.shape[1]
+            length_B = torch.tensor([token_BT.shape[1]])
+            batches.append(Batch(token_BT.clone(), is_answer_BT, None, length_B))
+            advance(i + 1, len(prompts))
     return batches
 
 
@@ -154,10 +155,12 @@ def _measure(
     if length >= POOR:
         return length
     lengths = {"as read": length}
-    for words, fields in found.others.items():
-        other = replace(found, config=found.config | fields)
-        lengths[words] = _chain_length(other, answers, hf_model, backbone)
     if found.others:
+        with report.progress("other readings") as advance:
+            for i, (words, fields) in enumerate(found.others.items()):
+                other = replace(found, config=found.config | fields)
+                lengths[words] = _chain_length(other, answers, hf_model, backbone)
+                advance(i + 1, len(found.others), f"{words}: {lengths[words]:.2f}")
         rows = [(words, f"{each:.2f}") for words, each in lengths.items()]
         report.table(("reading", "accepted length"), rows)
     best = max(lengths, key=lambda words: lengths[words])

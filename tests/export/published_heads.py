@@ -55,7 +55,8 @@ def eagle_state(config: dict[str, Any], has_bias: bool) -> State:
             f"layers.{i}.mlp.up_proj.weight": (inner, D),
             f"layers.{i}.mlp.down_proj.weight": (D, inner),
         }
-    state = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    # larger weights make attention so sharp that levels magnify rounding
+    state = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
     for i in range(config["num_hidden_layers"]):
         state[f"layers.{i}.post_attention_layernorm.weight"] = 1 + torch.randn(D) * 0.2
         if i:

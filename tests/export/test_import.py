@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 from importing import Lines, backbone_of, require_refused, write
 from lossless import require_lossless
+from module_and_graph import guesses_of
 from published_eagle3 import Published, published_state
 from tiny_gguf import write_model
 from tiny_target import save_llama, teach
@@ -25,7 +27,6 @@ from spec_export.bundling.drafters import load_module
 from spec_export.cli import main
 from spec_export.decoder import Backbone
 from spec_export.drafters import eagle3, peagle
-from spec_export.drafters.layers import Batch
 from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
 from spec_export.hidden_states import features_and_taps
@@ -211,8 +212,9 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Dra
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
-    """Levels 0 to 2 of what was imported, against the published forward pass on the weights as
-    they were written, within 1e-4; the importer knows nothing but the files."""
+    """Levels 0 to 2 of what was imported, as module and as graph, against the published forward
+    pass on the weights as they were written, within 1e-4; the importer knows nothing but the
+    files."""
     folder, drafter = write_format(tmp_path, name, llama)
     report = Lines()
     saved = load_drafter(
@@ -227,15 +229,18 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
     assert drafter.config.rope is not None
     published = Published(drafter, drafter.config.rope["rope_theta"])
     with torch.no_grad():
-        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
-        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
-        ids, log_probs = (x[0] for x in module.guesses(batch, len(IDS)))
-        fused = published.fused([tap[0] for tap in states[1:]])
-        for t in range(8):
-            rows = published.levels(fused[: t + 1], token_T.tolist(), 3)
-            for k, row in enumerate(rows):
-                expected = published.log_q(row)[torch.searchsorted(IDS, ids[t, k])]
-                torch.testing.assert_close(log_probs[t, k], expected, rtol=0, atol=1e-4)
+        _, *taps = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+        fused = published.fused([tap[0] for tap in taps])
+        rows = [published.levels(fused[: t + 1], token_T.tolist(), 3) for t in range(8)]
+        expected_RKV = torch.stack([torch.stack([published.log_q(x) for x in row]) for row in rows])
+    for ids, log_probs, _ in guesses_of(module, hf_model, token_T, tmp_path / "graphs", 3):
+        require_near(ids[:8, :3], log_probs[:8, :3], expected_RKV)
+
+
+def require_near(ids: torch.Tensor, log_probs: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compares guesses of the whole draft vocabulary with log-probabilities in its order."""
+    of_ids = expected.gather(-1, torch.searchsorted(IDS, ids.contiguous()))
+    torch.testing.assert_close(log_probs, of_ids, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["plain", "trained", "qwen3", "peagle"])
@@ -243,29 +248,28 @@ def test_what_speculators_wrote_guesses_as_speculators_does(
     name: str, llama: Path, tmp_path: Path
 ) -> None:
     """Files and logits are of the library itself, see written_by_speculators/write.py: levels 0 to
-    2 within 1e-4, where its rows still read true tokens, or P-EAGLE's guesses."""
+    2 of module and graph within 1e-4, where its rows still read true tokens, or P-EAGLE's guesses.
+    """
     folder = Path(__file__).parent / "written_by_speculators" / name
     out = run(str(folder), str(llama), tmp_path / "out", is_measured=False)
-    _, backbone = backbone_of(llama)
+    hf_model, backbone = backbone_of(llama)
     module = load_module(load_drafter(out), backbone.config, target.ends(backbone))
     golden = np.load(folder / "golden.npz")
     token_T, states_TF = (torch.from_numpy(golden[key]) for key in ("tokens", "states"))
-    T = len(token_T)
-    features = torch.cat((torch.zeros(T - 1, 32), states_TF), -1)
-    features = torch.nn.functional.pad(features, (0, 0, 0, 1))
-    batch = Batch(token_T[None], token_T[None] >= 0, features[None], torch.tensor([T]))
-    ids, log_probs = (x[0] for x in module.guesses(batch, len(IDS)))
+    tap_TF = torch.nn.functional.pad(states_TF, (0, 0, 0, 1))
     expected_KRV = torch.log_softmax(torch.from_numpy(golden["logits"]), -1)
-    for k in range(3):
-        rows = slice(0, T - 1 - k)
-        expected = expected_KRV[k, rows].gather(
-            1, torch.searchsorted(IDS, ids[rows, k].contiguous())
-        )
-        torch.testing.assert_close(log_probs[rows, k], expected, rtol=0, atol=1e-4)
+    num_levels = 1 if name == "peagle" else 3
+    for ids, log_probs, _ in guesses_of(
+        module, hf_model, token_T, tmp_path / "graphs", num_levels, tap_TF
+    ):
+        for k in range(3):
+            rows = slice(0, len(token_T) - max(num_levels, k + 1))
+            require_near(ids[rows, k], log_probs[rows, k], expected_KRV[k, rows])
 
 
 def test_a_drafter_with_masks_guesses_as_published(llama: Path, tmp_path: Path) -> None:
-    """All guesses of what was imported, against the published forward pass, within 1e-4."""
+    """All guesses of what was imported, as module and as graph, against the published forward
+    pass, within 1e-4."""
     folder, drafter = write_peagle(tmp_path / "x", llama)
     report = Lines()
     out = run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
@@ -277,14 +281,12 @@ def test_a_drafter_with_masks_guesses_as_published(llama: Path, tmp_path: Path) 
     token_T = torch.arange(3, 15) * 7 % VOCAB
     published = Published(drafter, THETA)
     with torch.no_grad():
-        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
-        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
-        ids, log_probs = (x[0] for x in module.guesses(batch, len(IDS)))
-        fused = published.fused([tap[0] for tap in states[1:]])
-        for t in range(11):
-            rows = published.group(fused[: t + 1], token_T.tolist(), 3)
-            expected = published.log_q(rows).gather(1, torch.searchsorted(IDS, ids[t]))
-            torch.testing.assert_close(log_probs[t], expected, rtol=0, atol=1e-4)
+        _, *taps = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+        fused = published.fused([tap[0] for tap in taps])
+        rows = [published.group(fused[: t + 1], token_T.tolist(), 3) for t in range(11)]
+        expected_RKV = torch.stack([published.log_q(row) for row in rows])
+    for ids, log_probs, _ in guesses_of(module, hf_model, token_T, tmp_path / "graphs"):
+        require_near(ids, log_probs, expected_RKV)
 
 
 def test_an_imported_drafter_with_masks_changes_no_token(
@@ -353,7 +355,10 @@ def test_an_imported_drafter_changes_no_token(
 
 
 def test_a_wrong_tap_is_found_and_named(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The drafter reads taps only, and has learnt the measured answers by heart."""
     hf_model, backbone = backbone_of(llama)
@@ -375,21 +380,27 @@ def test_a_wrong_tap_is_found_and_named(
     monkeypatch.setattr(importer, "POOR", 99.0)
     state = published_state(drafter)
     del state["embed_tokens.weight"]
-    found = {}
-    for ids in ([1, 4, 6], [2, 5, 7]):
+    said, length = {}, {}
+    for taps in ("1,4,6", "2,5,7"):
+        ids = [int(tap) for tap in taps.split(",")]
         config = LAYER | {"rope_theta": THETA, "eagle_aux_hidden_state_layer_ids": ids}
-        folder = write(tmp_path / str(ids[0]), config, midlayer(state) | OFFSETS)
-        found[ids[0]] = report = Lines()
-        run(str(folder), str(llama), tmp_path / f"out{ids[0]}", report=report)
-    assert found[1].warnings == ["no other reading is better: was it trained for this target?"]
-    assert found[2].warnings == [
-        "the best reading is another one: import it again with --taps 1,4,6"
-    ]
-    out = run(str(folder), str(llama), tmp_path / "mended", Overrides(taps=(1, 4, 6)))
-    imported = load_drafter(out).provenance["imported"]
-    assert imported["chain_length"] == pytest.approx(
-        float(found[1].lines[-1].split()[-1]), abs=0.01
-    )
+        folder = write(tmp_path / taps, config, midlayer(state) | OFFSETS)
+        given = ["import", str(folder), "--target", str(llama), "--out"]
+        with pytest.raises(SystemExit) as end:
+            main([*given, str(tmp_path / f"out {taps}")])
+        assert not end.value.code
+        said[taps] = capsys.readouterr().err
+        length[taps] = float(
+            said[taps].split("accepted length of its chains on 2 answers: ")[1][:4]
+        )
+    assert "no other reading is better: was it trained for this target?" in said["1,4,6"]
+    assert re.findall(r"--taps 1,4,6 +│ +(\S+)", said["2,5,7"]) == [f"{length['1,4,6']:.2f}"]
+    assert "the best reading is another one: import it again with --taps 1,4,6" in said["2,5,7"]
+    with pytest.raises(SystemExit) as end:
+        main([*given, str(tmp_path / "mended"), "--taps", "1,4,6"])
+    assert not end.value.code
+    imported = load_drafter(tmp_path / "mended").provenance["imported"]
+    assert imported["chain_length"] == pytest.approx(length["1,4,6"], abs=0.01)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

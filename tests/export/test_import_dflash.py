@@ -14,6 +14,7 @@ import pytest
 import torch
 from importing import Lines, backbone_of, require_refused, write
 from lossless import require_lossless
+from module_and_graph import guesses_of
 from tiny_gguf import write_model
 from tiny_target import save_llama, teach
 from torch import Tensor
@@ -23,7 +24,6 @@ from spec_export import make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.cli import main
 from spec_export.drafters import dflash
-from spec_export.drafters.layers import Batch
 from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
 from spec_export.hidden_states import features_and_taps
@@ -234,8 +234,8 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, dict[str, 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
-    """All guesses of whole blocks against the published forward pass, within 1e-4, and those of a
-    Markov head after each of the candidates before them."""
+    """All guesses of whole blocks, of module and graph, against the published forward pass, within
+    1e-4, and those of a Markov head after each of the candidates before them."""
     folder, state = write_format(tmp_path / "x", name, llama)
     report = Lines()
     out = run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
@@ -252,26 +252,25 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
     assert vocabulary.tolist() == list(range(0, VOCAB, 2 if name in CUT else 1))
     token_T = torch.arange(3, 15) * 7 % VOCAB
     with torch.no_grad():
-        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
-        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
-        ids, log_probs, pairs = module.guesses_with_pairs(batch, len(vocabulary))
+        _, *taps = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+    for ids, log_probs, pairs in guesses_of(module, hf_model, token_T, tmp_path / "graphs"):
         assert (pairs is not None) == ("markov_rank" in fields)
-        assert ids.shape[2] == ROWS - (0 if is_anchor else 1)
+        assert ids.shape[1] == ROWS - (0 if is_anchor else 1)
         for t in range(11):
-            taps = [tap[0, : t + 1] for tap in states[1:]]
             root = int(token_T[t + 1])
-            logits = published_block(state, taps, root) @ state["lm_head.weight"].T
+            logits = published_block(state, [tap[0, : t + 1] for tap in taps], root)
+            logits = logits @ state["lm_head.weight"].T
             logits = logits if is_anchor else logits[1:]
             if pairs is not None:
                 read, bias = (state[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
                 logits[0] += bias @ read[root]
-            index = torch.searchsorted(vocabulary, ids[0, t].contiguous())
+            index = torch.searchsorted(vocabulary, ids[t].contiguous())
             expected = torch.log_softmax(logits, -1).gather(1, index)
-            torch.testing.assert_close(log_probs[0, t], expected, rtol=0, atol=1e-4)
+            torch.testing.assert_close(log_probs[t], expected, rtol=0, atol=1e-4)
             for k in range(ROWS - 1 if pairs is not None else 0):
-                biased = logits[k + 1] + read[ids[0, t, k]] @ bias.T
+                biased = logits[k + 1] + read[ids[t, k]] @ bias.T
                 after = torch.log_softmax(biased, -1).gather(1, index[k + 1].expand(VOCAB, -1))
-                torch.testing.assert_close(pairs[0, t, k], after, rtol=0, atol=1e-4)
+                torch.testing.assert_close(pairs[t, k], after, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["z-lab", "speculators' dspark", "GGUF"])

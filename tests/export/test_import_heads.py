@@ -12,13 +12,13 @@ import safetensors.torch
 import torch
 from importing import require_refused, write
 from lossless import require_lossless
+from module_and_graph import Guesses, guesses_of
 from published_heads import PublishedEagle, eagle_state, medusa_log_q, medusa_state
 from tiny_target import save_llama
 
 from spec_export import make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.decoder import Backbone
-from spec_export.drafters.layers import Batch
 from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
 from spec_export.hidden_states import features_and_taps
@@ -46,21 +46,27 @@ def model(llama: Path) -> Any:
     return target.load(target.resolve(str(llama)))[0]
 
 
-def imported(source: Path, llama: Path, model: Any, out: Path) -> tuple[Any, Batch, torch.Tensor]:
-    """Returns the module of what was imported, the text, and its final features [T, D]."""
+def imported(
+    source: Path, llama: Path, model: Any, out: Path
+) -> tuple[Any, list[Guesses], torch.Tensor]:
+    """Returns the module of what was imported, its guesses and its graph's, and the text's final
+    features [T, D]."""
     saved = load_drafter(run(str(source), str(llama), out, is_measured=False))
     backbone = Backbone.from_transformers(model)
     module = load_module(saved, backbone.config, target.ends(backbone))
-    token_BT = torch.tensor([TOKENS])
+    token_T = torch.tensor(TOKENS)
     with torch.no_grad():
-        (feature_BTD,) = features_and_taps(model.model, token_BT, ())
-    return module, Batch(token_BT, token_BT >= 0, feature_BTD, torch.tensor([T])), feature_BTD[0]
+        (feature_BTD,) = features_and_taps(model.model, token_T[None], ())
+    return module, list(guesses_of(module, model, token_T, out / "graphs", 3)), feature_BTD[0]
 
 
-def require_guesses(module: Any, batch: Batch, k: int, t: int, log_q_V: torch.Tensor) -> None:
-    ids, log_probs = module.guesses(batch, 10)
-    torch.testing.assert_close(log_probs[0, t, k], log_q_V[ids[0, t, k]], rtol=0, atol=1e-4)
-    torch.testing.assert_close(log_probs[0, t, k], log_q_V.topk(10).values, rtol=0, atol=1e-4)
+def require_guesses(guesses: list[Guesses], k: int, t: int, log_q_V: torch.Tensor) -> None:
+    """Compares the ten best tokens of guess k after pair t, of module and graph, with the published
+    ones."""
+    for ids, log_probs, _ in guesses:
+        got, best = log_probs[t, k, :10], log_q_V.topk(10).values
+        torch.testing.assert_close(got, log_q_V[ids[t, k, :10]], rtol=0, atol=1e-4)
+        torch.testing.assert_close(got, best, rtol=0, atol=1e-4)
 
 
 MEDUSA: dict[str, tuple[int, int | None, dict[str, Any], str]] = {
@@ -80,7 +86,7 @@ def test_medusas_heads_guess_as_they_are_published(
     torch.manual_seed(1)
     state = medusa_state(3, num_layers, D, V)
     source = write(tmp_path / "heads", config, state, name)
-    module, batch, feature_TD = imported(source, llama, model, tmp_path / "out")
+    module, guesses, feature_TD = imported(source, llama, model, tmp_path / "out")
     runs = config.get("medusa_num_layers", num_layers)
     for i in range(3):  # blocks that a file holds once are run again
         for j in range(num_layers, runs):
@@ -91,7 +97,7 @@ def test_medusas_heads_guess_as_they_are_published(
     for t in (0, 5):
         expected = medusa_log_q(state, runs, feature_TD[t], model.lm_head.weight.detach())
         for k in range(3):
-            require_guesses(module, batch, k, t, expected[k])
+            require_guesses(guesses, k, t, expected[k])
 
 
 def test_heads_lie_in_the_files_of_a_whole_model(llama: Path, model: Any, tmp_path: Path) -> None:
@@ -103,9 +109,9 @@ def test_heads_lie_in_the_files_of_a_whole_model(llama: Path, model: Any, tmp_pa
     tensors = safetensors.torch.load_file(whole / "model.safetensors")
     tensors |= {f"medusa_head.{name}": tensor for name, tensor in state.items()}
     safetensors.torch.save_file(tensors, whole / "model.safetensors")
-    module, batch, feature_TD = imported(whole, whole, model, tmp_path / "out")
+    _, guesses, feature_TD = imported(whole, whole, model, tmp_path / "out")
     head = model.lm_head.weight.detach()
-    require_guesses(module, batch, 1, 4, medusa_log_q(state, 1, feature_TD[4], head)[1])
+    require_guesses(guesses, 1, 4, medusa_log_q(state, 1, feature_TD[4], head)[1])
     assert load_drafter(tmp_path / "out").provenance["imported"]["doubts"] == []
     run(str(whole), str(llama), tmp_path / "other", is_measured=False)
     (doubt,) = load_drafter(tmp_path / "other").provenance["imported"]["doubts"]
@@ -130,12 +136,12 @@ def test_eagle_1_guesses_as_it_is_published(
     embed_VD = model.model.embed_tokens.weight.detach()
     stored = state | {"embed_tokens.weight": embed_VD.bfloat16()}  # as rounded as theirs may be
     source = write(tmp_path / "eagle", config, stored, "pytorch_model.bin")
-    module, batch, feature_TD = imported(source, llama, model, tmp_path / "out")
+    _, guesses, feature_TD = imported(source, llama, model, tmp_path / "out")
     published = PublishedEagle(state, config, embed_VD)
     for t in (0, 6):
         for k, row in enumerate(published.levels(feature_TD[: t + 1], TOKENS, 3)):
             log_q_V = torch.log_softmax(model.lm_head.weight.detach() @ row, -1)
-            require_guesses(module, batch, k, t, log_q_V)
+            require_guesses(guesses, k, t, log_q_V)
 
 
 def test_eagle_1_reads_gemmas_embedding_without_its_scale(tmp_path: Path) -> None:
@@ -146,12 +152,12 @@ def test_eagle_1_reads_gemmas_embedding_without_its_scale(tmp_path: Path) -> Non
     state, embed_VD = eagle_state(EAGLE, True), model.model.embed_tokens.weight.detach()
     for name, stored in (("bare", {}), ("copied", {"embed_tokens.weight": embed_VD.clone()})):
         source = write(tmp_path / name, EAGLE, state | stored, "model.safetensors")
-        module, batch, feature_TD = imported(source, gemma, model, tmp_path / f"{name}-out")
+        _, guesses, feature_TD = imported(source, gemma, model, tmp_path / f"{name}-out")
         for k, row in enumerate(
             PublishedEagle(state, EAGLE, embed_VD).levels(feature_TD[:7], TOKENS, 2)
         ):
             log_q_V = torch.log_softmax(model.lm_head.weight.detach() @ row, -1)
-            require_guesses(module, batch, k, 6, log_q_V)
+            require_guesses(guesses, k, 6, log_q_V)
 
 
 @pytest.fixture(scope="module")
