@@ -24,6 +24,7 @@ from spec_export import make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.cli import main
 from spec_export.drafters import dflash
+from spec_export.drafters.layers import Batch
 from spec_export.foreign import importer
 from spec_export.foreign.importer import Overrides, run
 from spec_export.hidden_states import features_and_taps
