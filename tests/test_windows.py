@@ -144,7 +144,7 @@ def test_runs_are_captured_without_copies(bundle: Any, standin: StandIn, tmp_pat
     """The tokens mean nothing there. Half precision is in test_cuda_matrix.py."""
     path = bundle("cuda")
     printed, sections = calls(standin, tmp_path, GENERATE, path, "medusa", "skip_layer")
-    assert printed == "medusa 24\nskip_layer 24\n"
+    assert printed == "medusa 60\nskip_layer 60\n"
     for _, lines in sections:
         assert sum(line.startswith("graph launch") for line in lines) > 2
         assert [x for x in lines if x.startswith(("violation", "copy captured H2D"))] == []
