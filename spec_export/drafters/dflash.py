@@ -1,5 +1,5 @@
-"""Defines DFlash and DSpark: a small transformer fills in a block of tokens at once, reading the
-target's layers as rows of its own cache.
+"""Defines DFlash, DFlash 2 and DSpark: a small transformer fills in a block of tokens at once,
+reading the target's layers as rows of its own cache.
 
 A *context row* i is what fc makes of the target's taps at position i. It has no token and is never
 changed: each layer only makes a key and a value of it. A *block* of B rows stands behind the p
@@ -14,14 +14,23 @@ rows, and each other both ways.
 In DFlash row k + 1 gives guess k, the token at its own position ("fill-in", B - 1 guesses); with
 `sample_from_anchor`, as in DSpark, row k does, the token after its own (B guesses). The last term
 is DSpark's Markov head; without one the guesses of a block do not know each other. Guesses that
-could be a candidate's successors are chosen before that term, but for guess 0.
+could be a candidate's successors are chosen before that term, but for guess 0. A layer may be
+*causal*, whose rows see no later row of the block, or have a window, whose rows see the positions
+above their own less its width.
+
+DFlash 2 has two convolutions in each layer, one around attention and one around the MLP f,
+
+    x + mix_2(f(mix_1(norm(x)))),    mix(z)_j = Σ_τ (base_τ + (U norm(x)_j)_τ) ⊙ z_{j-τ}
+
+over the block's rows alone, and a *selector*: a Markov head that reads the row as well, by
+W_1[guess k-1] ⊙ P norm(out_k) in place of W_1[guess k-1], and chooses among the candidates only.
 
     L = Σ_k decay^k · CE(p_{t+2+k}, q_k),     p the target's distribution, k over the guesses
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import onnx_ir as ir
@@ -47,6 +56,7 @@ from spec_export.drafters.rollout import (
     attend_groups,
     choose_anchors,
 )
+from spec_export.modules.attention import key_positions
 from spec_runtime.errors import UserError
 
 AtLeastTwo = Annotated[int, Ge(2)]
@@ -61,6 +71,11 @@ class Config(FusedConfig):
 
     - `sample_from_anchor`: a row guesses the token after its own, else the one at its own place.
     - `markov_rank`: the width of the Markov head, 0 for none.
+    - `selector`: the Markov head is DFlash 2's selector.
+    - `conv_size`, `conv_group`: the rows that a convolution of DFlash 2 reads, 0 for none, and the
+      columns that share a row of U.
+    - `sliding_layers`, `window`: the layers with a window, and its width in positions.
+    - `causal_layers`: the layers whose rows see no later row of the block.
     - `own_head`: it has a head of its own, else the target's.
     - `anchor_fraction`: the share of rows behind which a training step puts a block.
     """
@@ -70,12 +85,28 @@ class Config(FusedConfig):
     mask_token_id: AtLeastZero = 0
     sample_from_anchor: bool = False
     markov_rank: AtLeastZero = 0
+    selector: bool = False
+    conv_size: AtLeastZero = 0
+    conv_group: AtLeastOne = 16
+    sliding_layers: tuple[int, ...] = ()
+    window: AtLeastOne | None = None
+    causal_layers: tuple[int, ...] = ()
     top_k: AtLeastOne = 16
     qk_norms: bool = True
     own_head: bool = False
     anchor_fraction: Share = 0.2
     soft_weight: Share = 0.5
     decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selector and not self.markov_rank:
+            raise UserError("got a selector of markov_rank 0, expected 1 or more")
+        if self.sliding_layers and (self.window is None or self.window < self.block_size):
+            raise UserError(
+                f"got window {self.window} for layers {list(self.sliding_layers)}, expected the "
+                f"{self.block_size} rows of a block or more"
+            )
 
     @property
     def num_guesses(self) -> int:
@@ -104,11 +135,18 @@ class Drafter(FusedDrafter):
                 f"got mask_token_id {config.mask_token_id}, expected one below {V}, the rows of "
                 "the target's embedding"
             )
-        layers = [ContextLayer(self.dims, qk_norms=config.qk_norms) for _ in range(config.layers)]
+        D = self.dims.hidden_size
+        if config.conv_size and D % config.conv_group:
+            raise UserError(
+                f"got conv_group {config.conv_group}, expected a divisor of hidden size {D}"
+            )
+        layers = [ContextLayer(self.dims, config) for _ in range(config.layers)]
         self.add_parts(ends, layers, out_norm=True, own_head=config.own_head)
         if config.markov_rank:
             self.markov_read = nn.Parameter(torch.randn(V, config.markov_rank) * 0.02)
             self.markov_write = nn.Parameter(torch.zeros(len(self.head_VD), config.markov_rank))
+        if config.selector:
+            self.markov_hidden = nn.Parameter(torch.randn(D, config.markov_rank) * D**-0.5)
 
     @property
     def trains_output_head(self) -> bool:
@@ -119,10 +157,15 @@ class Drafter(FusedDrafter):
     @property
     def head_rows(self) -> Tensor:
         """Returns what the rows of `scored` are multiplied with, [Vd, D + r]."""
-        head = self.head if self.config.own_head else self.head_VD
+        head = self.plain_head
         if not self.config.markov_rank:
             return head
         return torch.cat((head, self.markov_write.to(head.dtype)), -1)
+
+    @property
+    def plain_head(self) -> Tensor:
+        """Returns the head [Vd, D] without a Markov head's columns."""
+        return self.head if self.config.own_head else self.head_VD
 
     def scored(self, out: Tensor, previous: Tensor) -> Tensor:
         """Returns the rows [..., D + r] whose product with `head_rows` are a guess's logits, from
@@ -130,6 +173,8 @@ class Drafter(FusedDrafter):
         if not self.config.markov_rank:
             return out
         read = F.embedding(previous.clamp(min=0), self.markov_read).to(out.dtype)
+        if self.config.selector:
+            read = read * (out @ self.markov_hidden.to(out.dtype))
         return torch.cat((out, torch.where((previous >= 0)[..., None], read, 0.0)), -1)
 
     def blocks(self, batch: Batch, anchor_BA: Tensor) -> Tensor:
@@ -147,15 +192,20 @@ class Drafter(FusedDrafter):
         x = self.embedding_table[ids].to(context.dtype)
         position_R = torch.arange(R, device=x.device)
         position = anchor_BA[..., None] + 1 + torch.arange(S, device=x.device)
-        visible_BAR = position_R <= anchor_BA[..., None]
+        visible_BA1R = (position_R <= anchor_BA[..., None])[:, :, None]
+        near_BASR = visible_BA1R & (position_R > position[..., None] - (config.window or 0))
         group = torch.ones(S, S, dtype=torch.bool, device=x.device)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             _, k, v = layer.heads(context)
             k = rotate(k, self.cos[:R], self.sin[:R]).transpose(1, 2)
-            q, own_k, own_v = layer.project_qkv(x)
+            read, kernel = layer.attention_conv.before(layer.normed(x, layer.attention_norm))
+            q, own_k, own_v = layer.heads(read)
             q, own_k = (rotate(each, self.cos[position], self.sin[position]) for each in (q, own_k))
             v, own_v = v.to(k.dtype).transpose(1, 2), own_v.to(own_k.dtype)
-            x = layer.finish(x, attend_groups(q, own_k, own_v, k, v, visible_BAR, group))
+            visible = near_BASR if i in config.sliding_layers else visible_BA1R
+            own = group.tril() if i in config.causal_layers else group
+            mixed = attend_groups(q, own_k, own_v, k, v, visible, own)
+            x = layer.finish_block(x, mixed, kernel)
         return x[:, :, config.first_row :]
 
     @property
@@ -197,36 +247,71 @@ class Drafter(FusedDrafter):
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the top guesses behind every real row: token ids i64 and log-probabilities f32,
-        both [B, T-1, K, top_k]. Of a Markov head guess 0 alone knows the token before it."""
+        both [B, T-1, K, top_k]. Of a Markov head guess 0 alone knows the token before it; with a
+        selector its probabilities are among the top guesses only."""
+        return self._guesses(batch, top_k)[1:]
+
+    def _guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what the head reads [B, T-1, K, D], and what `guesses` does."""
         B, T = batch.token_BT.shape
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         out = self.output_rows(self.blocks(batch, anchor_BA))
+        if self.config.selector:
+            ids, log_probs = self.top_guesses(out, lambda rows: rows, top_k, self.plain_head)
+            first = self.first_selected(
+                batch.token_BT[:, 1:], out[:, :, 0], self.draft_index_V[ids[:, :, 0]],
+                log_probs[:, :, 0],
+            )  # fmt: skip
+            ids[:, :, 0], log_probs[:, :, 0] = self.draft_token_ids[first[0]], first[1]
+            return out, ids, log_probs
         previous = torch.full(out.shape[:-1], -1, device=out.device)
         previous[..., 0] = batch.token_BT[:, 1:]
-        return self.top_guesses(
-            self.scored(out, previous), lambda rows: rows, top_k, self.head_rows
-        )
+        rows = self.scored(out, previous)
+        return out, *self.top_guesses(rows, lambda rows: rows, top_k, self.head_rows)
 
     @torch.no_grad()
     def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns what DrafterBase does, with the pairs of the Markov head if there is one."""
-        ids, log_probs = self.guesses(batch, top_k)
+        out, ids, log_probs = self._guesses(batch, top_k)
         if not self.config.markov_rank:
             return ids, log_probs, None
-        return ids, log_probs, self.pairs(self.draft_index_V[ids], log_probs)
+        return ids, log_probs, self.pairs(self.draft_index_V[ids], log_probs, out)
 
-    def pairs(self, index: Tensor, log_probs: Tensor) -> Tensor:
+    def pairs(self, index: Tensor, log_probs: Tensor, out: Tensor) -> Tensor:
         """Returns the log-probability f32[..., K-1, C, C] of candidate c of guess k + 1 after
         candidate p of guess k, entry [k, p, c], by the Markov head.
 
         index i64[..., K, C] are the candidates' rows of the draft vocabulary, log_probs f32[..., K,
-        C] their log-probabilities without it. What the candidates leave of the distribution is
-        taken as one more, without a bias.
+        C] their log-probabilities without it, and out [..., K, D] what the head reads. What the
+        candidates leave of the distribution is taken as one more, without a bias; with a selector
+        they leave nothing.
         """
-        read = F.embedding(self.draft_token_ids[index[..., :-1, :]], self.markov_read)
-        write = F.embedding(index[..., 1:, :], self.markov_write)
+        before, behind = self.draft_token_ids[index[..., :-1, :]], index[..., 1:, :]
+        if self.config.selector:
+            return self.selected(before, out[..., 1:, :], behind, log_probs[..., 1:, :])
+        read = F.embedding(before, self.markov_read)
+        write = F.embedding(behind, self.markov_write)
         bias = (read @ write.transpose(-1, -2)).float()
         return conditioned_log_probs(log_probs[..., 1:, :], bias)
+
+    def selected(self, before: Tensor, out: Tensor, index: Tensor, log_probs: Tensor) -> Tensor:
+        """Returns the selector's log-probabilities f32[..., P, C] of candidates, rows `index`
+        i64[..., C] of the draft vocabulary with these log_probs [..., C], after the tokens `before`
+        i64[..., P], where the head reads out [..., D]."""
+        gate = out @ self.markov_hidden.to(out.dtype)
+        read = F.embedding(before, self.markov_read) * gate.unsqueeze(-2)
+        write = F.embedding(index, self.markov_write)
+        edge = (read @ write.transpose(-1, -2)).float()
+        return torch.log_softmax(log_probs.unsqueeze(-2) + edge, -1)
+
+    def first_selected(
+        self, root: Tensor, out: Tensor, index: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the candidates of guess 0, rows i64[..., C] of the draft vocabulary, best first,
+        and their log-probabilities after the root i64[...]; see `selected`."""
+        chosen = self.selected(root.unsqueeze(-1), out, index, log_probs).squeeze(-2)
+        top = chosen.topk(chosen.shape[-1], dim=-1)
+        return index.gather(-1, top.indices), top.values
 
     # ---- export ----------------------------------------------------------------------------------
 
@@ -260,28 +345,80 @@ class Drafter(FusedDrafter):
         return self.export_graph(graph, config, "dflash", capacity_symbolic, more_outputs=())
 
 
+class Convolution(nn.Module):
+    """DFlash 2's convolution around attention or an MLP, see the module docstring; nothing happens
+    where `size` is 0. `before` and `after` are mix_1 and mix_2; is_block bool[..., N, 1] says which
+    rows are a block's, by default all.
+    """
+
+    def __init__(self, width: int, size: int, group: int) -> None:
+        super().__init__()
+        self.size, self.group = size, group
+        if size:
+            base = torch.zeros(2, size, width)
+            base[:, 0] = 1
+            self.base = nn.Parameter(base)
+            self.project = nn.Parameter(torch.zeros(width, 2 * size * width // group))
+
+    def before(self, x: Tensor, is_block: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns mix_1 of normed rows x [..., N, D], and what `after` reads."""
+        if not self.size:
+            return x, None
+        dynamic = (x @ self.project.to(x.dtype)).unflatten(-1, (2, self.size, -1, 1))
+        wide = dynamic.expand(*dynamic.shape[:-1], self.group).flatten(-2)
+        kernel = wide + self.base.to(x.dtype)
+        return self._mix(x, kernel[..., 0, :, :], is_block), kernel[..., 1, :, :]
+
+    def after(self, x: Tensor, kernel: Tensor | None, is_block: Tensor | None = None) -> Tensor:
+        """Returns mix_2 of rows x [..., N, D]."""
+        return x if kernel is None else self._mix(x, kernel, is_block)
+
+    def _mix(self, x: Tensor, kernel: Tensor, is_block: Tensor | None) -> Tensor:
+        x = x if is_block is None else torch.where(is_block, x, 0.0)
+        mixed = kernel[..., 0, :] * x
+        for step in range(1, self.size):
+            behind = F.pad(x, (0, 0, step, 0))[..., : x.shape[-2], :]
+            mixed = mixed + kernel[..., step, :] * behind
+        return mixed
+
+
 class ContextLayer(DecoderLayer):
     """The decoder layer of a block, which makes keys and values of context rows too."""
 
+    def __init__(self, dims: Any, config: Config) -> None:
+        super().__init__(dims, qk_norms=config.qk_norms)
+        sizes = (dims.hidden_size, config.conv_size, config.conv_group)
+        self.attention_conv, self.mlp_conv = Convolution(*sizes), Convolution(*sizes)
+
+    def finish_block(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
+        """Returns what `finish` does, of a block's rows x [..., S, D] and their heads."""
+        x = x + self.attention_conv.after(attended @ self.out, kernel)
+        read, kernel = self.mlp_conv.before(self.normed(x, self.mlp_norm))
+        gate, up = (read @ self.gate_up).chunk(2, dim=-1)
+        return x + self.mlp_conv.after((F.silu(gate) * up) @ self.down, kernel)
+
     def traceable(self, config: decoder.DecoderConfig) -> nn.Module:
-        return _TraceableContextLayer(super().traceable(config))
+        convolutions = (self.attention_conv, self.mlp_conv)
+        return _TraceableContextLayer(super().traceable(config), *convolutions)
 
 
 class _TraceableContextLayer(nn.Module):
     """A `ContextLayer` over a cache; `layer` is the same one as an ordinary layer. What it makes of
     a context row beside key and value is read by nobody."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, attention_conv: Convolution, mlp_conv: Convolution) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.attention_conv, self.mlp_conv = layer, attention_conv, mlp_conv
 
     def forward(self, x: Any, past: Any, shared: Any) -> tuple[Any, list[Tensor]]:
         rows, context, is_block = x
         layer = self.layer
-        read = torch.where(is_block, layer.attention_norm(rows), context)
-        mixed, caches = layer.attention(read, past, shared)
-        summed = rows + mixed
-        return (summed + layer.mlp(layer.mlp_norm(summed)), context, is_block), caches
+        read, kernel = self.attention_conv.before(layer.attention_norm(rows), is_block)
+        mixed, caches = layer.attention(torch.where(is_block, read, context), past, shared)
+        summed = rows + self.attention_conv.after(mixed, kernel, is_block)
+        read, kernel = self.mlp_conv.before(layer.mlp_norm(summed), is_block)
+        out = summed + self.mlp_conv.after(layer.mlp(read), kernel, is_block)
+        return (out, context, is_block), caches
 
 
 class _DrafterGraph(CachedGraph):
@@ -290,6 +427,7 @@ class _DrafterGraph(CachedGraph):
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__(drafter, drafter.layers, config)
         self.norm = decoder.RMSNorm(drafter.norm, config.norm_eps)
+        self.max_length = config.max_length
 
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter: Drafter = self.drafter
@@ -300,20 +438,53 @@ class _DrafterGraph(CachedGraph):
         is_block = (input_ids >= V)[..., None]
         step, logit_rows, old = self.shared_inputs(inputs)
         x, caches = (rows, features.to(rows.dtype), is_block), list[Tensor]()
+        steps = self._steps(step)
         for i, layer in enumerate(self.layers):
-            x, new = layer(x, old[2 * i : 2 * i + 2], step)
+            x, new = layer(x, old[2 * i : 2 * i + 2], steps[i])
             caches += new
         out_MD = self.norm(x[0].index_select(1, logit_rows).view(-1, drafter.dims.hidden_size))
         # The root stands in the row of guess 0, or before it; the rows of other guesses are masks.
         before_M = (logit_rows - config.first_row).clamp(min=0)
         previous = torch.where(is_mask, -1, token)[0].index_select(0, before_M)
-        logits_MV = F.linear(drafter.scored(out_MD, previous), drafter.head_rows)
-        index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, config.top_k)
+        if config.selector:
+            index_MC, log_prob_MC = self._selected(out_MD, previous)
+        else:
+            logits_MV = F.linear(drafter.scored(out_MD, previous), drafter.head_rows)
+            index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, config.top_k)
         outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
         if config.markov_rank:
             # Of a fixed shape, as in ParallelSpec: a run of the prompt has fewer rows, and the last
             # one repeated.
             K = config.num_guesses
-            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
+            rows_of = (index_MC, log_prob_MC, out_MD)
+            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in rows_of]
             outputs.append(drafter.pairs(*(x.index_select(0, torch.arange(K)) for x in padded)))
         return (*outputs, *caches)
+
+    def _steps(self, step: decoder.SharedInputs) -> list[decoder.SharedInputs]:
+        """Returns what each layer reads beside its rows: the mask is that of its kind."""
+        config = self.drafter.config
+        kinds = [
+            (i in config.causal_layers, i in config.sliding_layers) for i in range(config.layers)
+        ]
+        if not any(map(any, kinds)):
+            return [step] * config.layers
+        key, position = key_positions(step.mask), step.position_ids.view(1, 1, -1, 1)
+        masks = {}
+        for is_causal, is_sliding in dict.fromkeys(kinds):
+            mask = step.mask
+            if is_causal:
+                mask = mask & (key <= position)
+            if is_sliding and config.window < self.max_length:
+                mask = mask & (key > position - config.window)
+            masks[is_causal, is_sliding] = replace(step, mask=mask)
+        return [masks[kind] for kind in kinds]
+
+    def _selected(self, out_MD: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the best candidates of each row, those behind a root by the selector."""
+        drafter: Drafter = self.drafter
+        logits_MV = F.linear(out_MD, drafter.plain_head)
+        index, log_prob = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
+        first, chosen = drafter.first_selected(previous.clamp(min=0), out_MD, index, log_prob)
+        is_first = (previous >= 0)[:, None]
+        return torch.where(is_first, first, index), torch.where(is_first, chosen, log_prob)

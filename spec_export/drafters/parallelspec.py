@@ -261,7 +261,7 @@ class Drafter(DrafterBase):
             attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
             if K:
                 qm, km, vm = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
-                of_masks = attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
+                of_masks = attend_groups(qm, km, vm, k, v, visible_BAR[:, :, None], group_KK)
                 attended = torch.cat((attended, of_masks.flatten(0, 2)))
         return x, attended
 

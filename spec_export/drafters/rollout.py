@@ -267,13 +267,14 @@ def attend_groups(
     v: Tensor,
     real_k: Tensor,
     real_v: Tensor,
-    visible_BAR: Tensor,
+    visible_BAKR: Tensor,
     group_KK: Tensor,
 ) -> Tensor:
     """Returns the attention [B,A,K,H*Dh] of mask rows q [B,A,K,H,Dh] over real keys and values
     [B,G,R,Dh] and those of their own group, k and v [B,A,K,G,Dh].
 
-    visible_BAR says which real rows a group sees, group_KK which masks a mask sees.
+    visible_BAKR says which real rows a mask sees, K being 1 where all of a group see the same ones,
+    and group_KK which masks a mask sees.
     """
     B, A, K, H, Dh = q.shape
     G = real_k.shape[1]
@@ -281,7 +282,7 @@ def attend_groups(
     to_real = torch.einsum("bakghd,bgrd->bghakr", q, real_k)
     to_group = torch.einsum("bakghd,bajgd->bghakj", q, k)
     low = torch.finfo(to_real.dtype).min
-    to_real = to_real.masked_fill(~visible_BAR[:, None, None, :, None], low)
+    to_real = to_real.masked_fill(~visible_BAKR[:, None, None], low)
     to_group = to_group.masked_fill(~group_KK, low)
     weight = torch.cat((to_real, to_group), -1).softmax(-1).to(v.dtype)
     R = real_k.shape[2]

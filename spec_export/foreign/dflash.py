@@ -1,9 +1,10 @@
-"""Reads DFlash and DSpark drafters in the forms of z-lab, ModelOpt, speculators, DeepSpec and
-llama.cpp.
+"""Reads DFlash, DFlash 2 and DSpark drafters in the forms of z-lab, ModelOpt, speculators, DeepSpec
+and llama.cpp.
 
 All have the tensors `fc`, `hidden_norm` and `norm`, and ordinary layers; DSpark adds the two tables
-of a Markov head. They differ in what an id of a target's layer means, its input or its output, and
-in which row of a block gives the first guess, which no tensor shows.
+of a Markov head, and DFlash 2 convolutions and a selector. They differ in what an id of a target's
+layer means, its input or its output, and in which row of a block gives the first guess, which no
+tensor shows.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from spec_export.foreign.parts import (
 from spec_runtime.errors import UnsupportedModelError, UserError
 
 SHOWS = "DFlash and DSpark (fc.weight and hidden_norm.weight)"
-KINDS = ("dflash", "dspark")  # of speculators
+KINDS = ("dflash", "dflash2", "dspark")  # of speculators
 MODELS = ("llama", "qwen3")  # whose layers are ours
-OTHER_KINDS = ("dflash2", "xpress")
+OTHER_KINDS = ("xpress",)
 # Keys that change the forward pass, with the values that ours has. Others are refused.
 ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("is_causal", "causal", "use_sliding_window", "use_swa"), (False,)),
+    "use_swa": (False,),
     **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias", "attention_sink_bias"), (False,)),
     **dict.fromkeys(("input_embedding_scale", "output_multiplier"), (1,)),
     **{"final_logit_softcapping": (), "is_neox_style": (True,), "hidden_act": ("silu",)},
-    **{"markov_head_type": ("vanilla",), "projector_type": ("dflash", "dspark")},
+    **{"markov_head_type": ("vanilla",), "projector_type": ("dflash", "dflash2", "dspark")},
     "speculators_model_type": KINDS,
 }
 # Keys that are read, or that change nothing here.
@@ -49,13 +50,11 @@ KNOWN = (
     *("shift_label", "sample_from_anchor", "markov_rank", "use_confidence_head"),
     *("enable_confidence_head", "confidence_head_with_markov", "num_anchors", "max_anchors"),
     *("sliding_window_non_causal", "dflash_config", "transformer_layer_config"),
-    *("rope_theta", "rope_scaling"),
+    *("rope_theta", "rope_scaling", "is_causal", "causal"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 )
 # Parts of tensors' names, ^ before their beginning, and whose they are.
 REFUSED = {
-    "attention_conv": "DFlash2",
-    "mlp_conv": "DFlash2",
-    "candidate_selector": "DFlash2",
     "encoder.": "DFlash with an encoder",
     "qkv_proj": "Laguna",
     "g_proj": "Laguna",
@@ -68,6 +67,8 @@ REFUSED = {
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "input_embed_fn.weight")
 CONFIDENCE = ("confidence_head.", "confidence_proj", "conf_proj.")
 MARKOV = ("markov_w1", "markov_w2")
+SELECTOR = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+SLIDING = "sliding_attention"
 ROWS = {"z-lab": 16, "speculators": 8, "GGUF": 16}  # of a block; the others always name them
 ANCHOR = {True: "anchor", False: "fill-in"}
 
@@ -109,6 +110,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     fields: dict[str, Any] = {"taps": taps, "block_size": rows, "mask_token_id": mask}
     fields |= {"sample_from_anchor": is_anchor, "hidden_size": D}
     fields |= _layers(folder, config, state)
+    fields |= config.masks(fields["layers"], rows, found)
     fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
     fields["own_embedding"] = take_embedding(folder, backbone, D, state, found)
     found.draft_token_ids = ids = take_head(folder, backbone, D, state, found)
@@ -119,7 +121,10 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     if not fields["own_head"]:
         del state["head"]
     found.said.append("a head of its own" if fields["own_head"] else "the target's head")
-    fields["markov_rank"] = _markov(folder, config, (V, size), state, found)
+    if any(name.startswith("candidate_selector.") for name in folder.tensors):
+        fields |= _selector(folder, config, (V, size), state, found)
+    else:
+        fields["markov_rank"] = _markov(folder, config, (V, size), state, found)
     if any(name.startswith(CONFIDENCE) for name in folder.tensors):
         found.said.append("its confidence head is not read: guesses have probabilities")
     folder.require_all_read(HARMLESS + CONFIDENCE)
@@ -165,9 +170,6 @@ class _Settings:
                 if value is not None and value not in values:
                     expected = " or ".join(map(str, values)) or "none"
                     raise unsupported(folder, name, value, expected)
-            kinds = set(place.get("layer_types") or ()) - {"full_attention"}
-            if kinds:
-                raise unsupported(folder, "layer_types", sorted(kinds)[0], "full_attention")
             if not folder.path.is_file():  # a GGUF file's keys are looked at when it is read
                 require_known_keys(folder, place, {*KNOWN, *ONLY})
         has_flags = bool({"shift_label", "projector_type"} & nested.keys())
@@ -235,6 +237,44 @@ class _Settings:
             raise unsupported(self._folder, "block_size", rows, "2 rows or more")
         return rows
 
+    def masks(self, count: int, rows: int, found: Reading) -> dict[str, Any]:
+        """Returns the fields of layers with a window, and of those whose rows see no later row of
+        the block; such are speculators' with a window unless it says otherwise, and z-lab's and
+        ModelOpt's where nothing is said."""
+        kinds, window = self.get("layer_types"), self.get("sliding_window")
+        is_file = self.format == "GGUF"
+        if kinds is None and (self.get("use_sliding_window") or (is_file and window)):
+            raise unsupported(self._folder, "layer_types", None, "the kind of each layer")
+        kinds = [{True: SLIDING, False: "full_attention"}.get(kind, kind) for kind in kinds or ()]
+        strange = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
+        if strange or len(kinds) not in (0, count):
+            expected = f"{SLIDING} or full_attention for each of {count} layers"
+            raise unsupported(self._folder, "layer_types", strange or kinds, expected)
+        sliding = [i for i, kind in enumerate(kinds) if kind == SLIDING]
+        if sliding and (type(window) is not int or window < rows):
+            raise unsupported(self._folder, "sliding_window", window, f"{rows} positions or more")
+        is_causal = self.get("is_causal", self.get("causal"))
+        if self.format == "speculators":
+            causal = [] if self.get("sliding_window_non_causal") else sliding
+        elif is_causal is None and not is_file:
+            causal = sliding
+        else:
+            causal = list(range(count)) if is_causal else []
+        for words, layers in ((f"windows of {window}", sliding), ("causal blocks", causal)):
+            if layers:
+                found.said.append(f"{words} in layers {', '.join(map(str, layers))}")
+        fields = {"sliding_layers": sliding, "causal_layers": causal}
+        return fields | ({"window": window} if sliding else {})
+
+    def require(self, name: str, value: int) -> None:
+        """Raises UserError if the config names another number than the tensors show."""
+        named = self.get(name, value)
+        if named != value:
+            raise UserError(
+                f"{self._folder.path}: got {name} {named!r:.40} in the config and tensors of "
+                f"{value}: they are not of one drafter"
+            )
+
     def rope(self, found: Reading) -> dict[str, Any]:
         """Returns the drafter's own rotary parameters."""
         names = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
@@ -268,9 +308,58 @@ def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) 
     sizes = layer_sizes(folder, config.get("num_attention_heads"))
     has_norms = "layers.0.self_attn.q_norm.weight" in folder.tensors
     norms = block_norms(has_norms)
+    fields: dict[str, Any] = {"layers": count, "qk_norms": has_norms} | sizes
+    has_convolutions = "layers.0.attention_conv.base_kernel" in folder.tensors
     for i in range(count):
         take_layer(folder, i, norms, state)
-    return {"layers": count, "qk_norms": has_norms} | sizes
+        for part in ("attention_conv", "mlp_conv") if has_convolutions else ():
+            fields |= _convolution(folder, config, f"layers.{i}.{part}", state)
+    return fields
+
+
+def _convolution(
+    folder: ForeignFolder, config: _Settings, name: str, state: dict[str, Tensor]
+) -> dict[str, int]:
+    """Moves a convolution of this name into `state` and returns the fields that it decides."""
+    state[f"{name}.project"] = project = folder.take(f"{name}.kernel_projection.weight").T
+    base = folder.tensors.pop(f"{name}.base_kernel", torch.zeros(0)).float()
+    D, rows = project.shape
+    size = base.shape[1] if base.dim() == 3 else 0
+    if not size or base.shape != (2, size, D) or 2 * size * D % max(rows, 1):
+        raise UserError(
+            f"{folder.path}: got {name} of shapes {list(base.shape)} and {[rows, D]}, expected "
+            f"[2, size, {D}] and [2 · size · groups, {D}]"
+        )
+    state[f"{name}.base"] = base
+    fields = {"conv_kernel_size": size, "conv_group_size": 2 * size * D // rows}
+    for key, value in fields.items():
+        config.require(key, value)
+    return {"conv_size": size, "conv_group": fields["conv_group_size"]}
+
+
+def _selector(
+    folder: ForeignFolder,
+    config: _Settings,
+    sizes: tuple[int, int],
+    state: dict[str, Tensor],
+    found: Reading,
+) -> dict[str, Any]:
+    """Moves DFlash 2's selector into `state` and returns its fields; `sizes` as in `_markov`."""
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModelError(
+            f"{folder.path}: got a selector and a head of {sizes[1]} tokens, expected all "
+            f"{sizes[0]}: a smaller vocabulary is not supported"
+        )
+    names = [name if name in folder.tensors else f"{name}.weight" for name in SELECTOR]
+    tables = [folder.take(name) for name in names]
+    rank, top_k = tables[0].shape[1], config.get("selector_top_k", 16)
+    config.require("selector_rank", rank)
+    if type(top_k) is not int or not 1 <= top_k <= sizes[0]:
+        raise unsupported(folder, "selector_top_k", top_k, "a number of candidates")
+    _take_tables(folder, tables, sizes, state)
+    state["markov_hidden"] = folder.take("candidate_selector.hidden_projection.weight").T
+    found.said.append(f"a selector of rank {rank} among {top_k} candidates")
+    return {"markov_rank": rank, "selector": True, "top_k": top_k}
 
 
 def _markov(
@@ -295,13 +384,20 @@ def _markov(
             f"{folder.path}: got markov_rank {named!r:.40} and {len(tables)} tables of rank "
             f"{rank}, expected two of this rank, or none and 0"
         )
-    for ours, size, table in zip(("markov_read", "markov_write"), sizes, tables, strict=False):
-        if len(table) < size or table.shape[1] != rank:
-            raise UserError(
-                f"{folder.path}: got a Markov table of shape {list(table.shape)}, expected "
-                f"{[size, rank]}"
-            )
-        state[ours] = table[:size]
+    _take_tables(folder, tables, sizes, state)
     if rank:
         found.said.append(f"a Markov head of rank {rank}")
     return rank
+
+
+def _take_tables(
+    folder: ForeignFolder, tables: list[Tensor], sizes: tuple[int, int], state: dict[str, Tensor]
+) -> None:
+    """Moves the two tables of a Markov head or a selector into `state`, if there are any."""
+    for ours, size, table in zip(("markov_read", "markov_write"), sizes, tables, strict=False):
+        if len(table) < size or table.shape[1] != tables[0].shape[1]:
+            raise UserError(
+                f"{folder.path}: got a Markov table of shape {list(table.shape)}, expected "
+                f"{[size, tables[0].shape[1]]}"
+            )
+        state[ours] = table[:size]

@@ -66,7 +66,10 @@ _BLOCKS = _Architecture(
         **{"target_layers": "aux_hidden_state_layer_ids", "block_count": "num_hidden_layers"},
         **{"attention.causal": "is_causal", "logit_scale": "output_multiplier"},
         **{name: name for name in ("block_size", "sample_from_anchor", "final_logit_softcapping")},
-        **{name: name for name in ("markov_rank", "markov_head_type")},
+        **{name: name for name in ("markov_rank", "markov_head_type", "selector_rank")},
+        **{name: name for name in ("selector_top_k", "conv_kernel_size", "conv_group_size")},
+        "attention.sliding_window": "sliding_window",
+        "attention.sliding_window_pattern": "layer_types",  # true for a layer with a window
     },
     names={
         "enc.output_norm": "hidden_norm",

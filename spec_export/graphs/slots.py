@@ -269,8 +269,8 @@ def _new_rows(scatter: ir.Node) -> ir.Value:
 
 
 def _windows_by_position(edit: GraphEditor, shared: _SharedValues, position_ids: ir.Value) -> None:
-    """Has sliding windows compare positions where the trace counts keys (see `window_mask`): slots
-    are in no order.
+    """Has sliding windows compare positions where the trace counts keys (see `window_mask` and
+    `key_positions`): slots are in no order.
 
     The position of each slot's row is kept as keys and values are, in the cache `kv.positions`
     i64[1, 1, S, 1], which models with convolutions have anyway.
@@ -293,6 +293,8 @@ def _windows_by_position(edit: GraphEditor, shared: _SharedValues, position_ids:
         for use in list(count.outputs[0].uses()):
             if use.node.op_type == "Slice":  # the number of keys that each row sees
                 edit.replace(use.node.outputs[0], of_rows)
+            elif use.node.op_type == "Sub" and use.idx == 0:  # see `key_positions`
+                edit.replace(use.node.outputs[0], of_slots)
             else:
                 use.node.replace_input_with(use.idx, of_slots)
 

@@ -63,6 +63,13 @@ def window_mask(mask: Tensor, width: int) -> Tensor:
     return mask & (count > count[..., -1:] - width)
 
 
+def key_positions(mask: Tensor) -> Tensor:
+    """Returns the positions i64[1,1,N,S] of the keys that rows see, where each row sees a key at
+    every position from 0 on, in ascending order. In the slots form keys are in no order; see
+    graphs/slots.py."""
+    return mask.cumsum(-1) - 1
+
+
 def scatter_rows(cache_GSD: Tensor, update_GUD: Tensor, write_index: Tensor) -> Tensor:
     """Returns the cache [1,G,S,Dh] with U of its rows, from write_index on, replaced.
 

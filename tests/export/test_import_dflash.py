@@ -1,10 +1,11 @@
-"""Imports DFlash and DSpark drafters as their libraries write them, and refuses others.
+"""Imports DFlash, DFlash 2 and DSpark drafters as their libraries write them, and refuses others.
 
 The published forward pass is written here after its definition, and shares no code with ours.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ SPECULATORS: dict[str, Any] = {
 }
 MARKOV = {"markov_rank": 5, "sample_from_anchor": True}
 EXTRA = torch.ones(1, 1)
+WINDOW, TOP = 5, 7  # positions of a sliding window, and candidates of a selector
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": TOP}
+DFLASH2 = {"conv_size": 3, "conv_group": 8, "markov_rank": 6, "selector": True, "top_k": TOP}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW}
 CUT = ("speculators", "GGUF")  # formats that are written with a draft vocabulary
 
 
@@ -70,6 +75,10 @@ def gguf_tensors(state: dict[str, Tensor]) -> dict[str, Any]:
             name = f"{names.replace('{i}', str(i))}.weight"
             if name in state:
                 found[f"{theirs.replace('{i}', str(i))}.weight"] = state[name].numpy()
+    for i, (theirs, ours) in itertools.product(range(2), (("attn", "attention"), ("ffn", "mlp"))):
+        if f"layers.{i}.{ours}_conv.base_kernel" in state:
+            base = state[f"layers.{i}.{ours}_conv.base_kernel"]
+            found[f"blk.{i}.{theirs}_conv_base"] = base.numpy()
     return found
 
 
@@ -82,6 +91,11 @@ blk.{i}.attn_v=layers.{i}.self_attn.v_proj blk.{i}.attn_output=layers.{i}.self_a
 blk.{i}.attn_q_norm=layers.{i}.self_attn.q_norm blk.{i}.attn_k_norm=layers.{i}.self_attn.k_norm
 blk.{i}.ffn_gate=layers.{i}.mlp.gate_proj blk.{i}.ffn_up=layers.{i}.mlp.up_proj
 blk.{i}.ffn_down=layers.{i}.mlp.down_proj
+blk.{i}.attn_conv_proj=layers.{i}.attention_conv.kernel_projection
+blk.{i}.ffn_conv_proj=layers.{i}.mlp_conv.kernel_projection
+selector_predecessor=candidate_selector.predecessor_codebook
+selector_successor=candidate_selector.successor_codebook
+selector_hidden=candidate_selector.hidden_projection
 """
 GGUF_KEYS: dict[str, Any] = {
     **{"embedding_length": 32, "block_count": 2, "attention.head_count": 4, "block_size": ROWS},
@@ -125,6 +139,50 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
             | {"conf_proj.weight": np.ones((1, 37), np.float32), "conf_proj.bias": EXTRA[0].numpy()}
         ),
     ),
+    "z-lab's dflash2": (
+        LAYER
+        | {"architectures": ["DFlash2DraftModel"], "use_sliding_window": True, "is_causal": False}
+        | SLIDING
+        | {"dflash_config": NESTED | SELECTOR | {"block_size": ROWS}},
+        DFLASH2 | {"sliding_layers": (0, 1), "window": WINDOW},
+        lambda state: {
+            name.removesuffix(".weight") if "codebook" in name else name: tensor
+            for name, tensor in state.items()
+        },
+    ),
+    "z-lab's windows": (
+        LAYER
+        | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
+        | {"dflash_config": NESTED, "block_size": ROWS},
+        {"sliding_layers": (1,), "causal_layers": (1,), "window": WINDOW},
+        dict,
+    ),
+    "speculators' windows": (
+        SPECULATORS
+        | {"speculators_model_type": "dflash"}
+        | {
+            "transformer_layer_config": SPECULATORS["transformer_layer_config"]
+            | SLIDING
+            | {"use_sliding_window": True}
+        },
+        {"sliding_layers": (0, 1), "causal_layers": (0, 1), "window": WINDOW},
+        dict,
+    ),
+    "speculators' dflash2": (
+        SPECULATORS
+        | SELECTOR
+        | {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+        | {"sliding_window_non_causal": True},
+        DFLASH2,
+        dict,
+    ),
+    "GGUF's dflash2": (
+        GGUF_KEYS
+        | SELECTOR
+        | {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": [False, True]},
+        DFLASH2 | {"sliding_layers": (1,), "window": WINDOW},
+        gguf_tensors,
+    ),
     "DeepSpec": (
         LAYER | FLAT | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0},
         {"sample_from_anchor": True},
@@ -148,7 +206,11 @@ def published_state(drafter: Any) -> dict[str, Tensor]:
         "lm_head.weight": drafter.head if drafter.config.own_head else drafter.head_VD,
         "embed_tokens.weight": drafter.embedding_table,
     }
-    if drafter.config.markov_rank:
+    if drafter.config.selector:
+        state["candidate_selector.predecessor_codebook.weight"] = drafter.markov_read
+        state["candidate_selector.successor_codebook.weight"] = drafter.markov_write
+        state["candidate_selector.hidden_projection.weight"] = drafter.markov_hidden.T
+    elif drafter.config.markov_rank:
         state["markov_head.markov_w1.weight"] = drafter.markov_read
         state["markov_head.markov_w2.weight"] = drafter.markov_write
     H, G, Dh = drafter.dims.num_heads, drafter.dims.num_kv_heads, drafter.dims.head_dim
@@ -165,11 +227,17 @@ def published_state(drafter: Any) -> dict[str, Tensor]:
         parts |= {"input_layernorm": layer.attention_norm}
         parts |= {"post_attention_layernorm": layer.mlp_norm}
         parts |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        for name in ("attention_conv", "mlp_conv") if drafter.config.conv_size else ():
+            convolution = getattr(layer, name)
+            state[f"layers.{i}.{name}.base_kernel"] = convolution.base
+            parts[f"{name}.kernel_projection"] = convolution.project.T
         state |= {f"layers.{i}.{name}.weight": tensor for name, tensor in parts.items()}
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 
 
-def published_block(state: dict[str, Tensor], taps: list[Tensor], root: int) -> Tensor:
+def published_block(
+    state: dict[str, Tensor], taps: list[Tensor], root: int, fields: dict[str, Any]
+) -> Tensor:
     """Returns what the head reads, a row for each of the block's, after context rows [p, D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -188,19 +256,48 @@ def published_block(state: dict[str, Tensor], taps: list[Tensor], root: int) -> 
         first, second = heads.chunk(2, -1)
         return heads * angle.cos()[rows] + torch.cat((-second, first), -1) * angle.sin()[rows]
 
+    def convolved(h: Tensor, coefficients: Tensor, name: str, side: int) -> Tensor:
+        if f"{name}.base_kernel" not in state:
+            return h
+        rows = []
+        for j in range(ROWS):
+            row = torch.zeros(32)
+            for back in range(min(j, 2) + 1):
+                dynamic = coefficients[j].view(2, 3, 4)[side, back].repeat_interleave(8)
+                row += (state[f"{name}.base_kernel"][side, back] + dynamic) * h[j - back]
+            rows.append(row)
+        return torch.stack(rows)
+
+    def coefficients(h: Tensor, name: str) -> Tensor:
+        name = f"{name}.kernel_projection"
+        return linear(h, name) if f"{name}.weight" in state else h
+
+    position = torch.arange(p + ROWS)
     for i in range(2):
         at = f"layers.{i}.self_attn"
         h = norm(x, f"layers.{i}.input_layernorm")
+        of_attention = coefficients(h, f"layers.{i}.attention_conv")
+        h = convolved(h, of_attention, f"layers.{i}.attention_conv", 0)
         both = torch.cat((context, h))
         q = norm(linear(h, f"{at}.q_proj").view(ROWS, 4, 8), f"{at}.q_norm").transpose(0, 1)
         k = norm(linear(both, f"{at}.k_proj").view(p + ROWS, 2, 8), f"{at}.k_norm").transpose(0, 1)
         v = linear(both, f"{at}.v_proj").view(p + ROWS, 2, 8).transpose(0, 1)
         k, v = turn(k, slice(None)).repeat_interleave(2, 0), v.repeat_interleave(2, 0)
-        weight = torch.softmax(turn(q, slice(p, None)) @ k.transpose(1, 2) * 8**-0.5, -1)
-        x = x + linear((weight @ v).transpose(0, 1).reshape(ROWS, 32), f"{at}.o_proj")
+        score = turn(q, slice(p, None)) @ k.transpose(1, 2) * 8**-0.5
+        apart = position[p:, None] - position
+        if i in fields.get("sliding_layers", ()):
+            score = score.masked_fill(apart.abs() >= WINDOW, -torch.inf)
+        if i in fields.get("causal_layers", ()):
+            score = score.masked_fill(apart < 0, -torch.inf)
+        weight = torch.softmax(score, -1)
+        mixed = linear((weight @ v).transpose(0, 1).reshape(ROWS, 32), f"{at}.o_proj")
+        x = x + convolved(mixed, of_attention, f"layers.{i}.attention_conv", 1)
         h = norm(x, f"layers.{i}.post_attention_layernorm")
+        of_mlp = coefficients(h, f"layers.{i}.mlp_conv")
+        h = convolved(h, of_mlp, f"layers.{i}.mlp_conv", 0)
         gate, up = (linear(h, f"layers.{i}.mlp.{part}_proj") for part in ("gate", "up"))
-        x = x + linear(gate * torch.sigmoid(gate) * up, f"layers.{i}.mlp.down_proj")
+        mixed = linear(gate * torch.sigmoid(gate) * up, f"layers.{i}.mlp.down_proj")
+        x = x + convolved(mixed, of_mlp, f"layers.{i}.mlp_conv", 1)
     return norm(x, "norm")
 
 
@@ -224,13 +321,44 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, dict[str, 
     ModelOpt write none of the target's."""
     config, _, tensors_of = FORMATS[name]
     state = published_state(random_drafter(name, llama))
-    lent = ("lm_head.weight", "embed_tokens.weight") if name in ("z-lab", "ModelOpt") else ()
+    lends = name.startswith(("z-lab", "ModelOpt"))
+    lent = ("lm_head.weight", "embed_tokens.weight") if lends else ()
     tensors = tensors_of({key: tensor for key, tensor in state.items() if key not in lent})
     if name.startswith("GGUF"):
         path = folder.with_suffix(".gguf")
         write_model(path, "dspark" if "dspark" in name else "dflash", tensors, config, MASK)
         return path, state
     return write(folder, config, tensors), state
+
+
+FIELDS = (  # that a reading decides
+    *("own_head", "own_embedding", "markov_rank", "sample_from_anchor", "selector", "conv_size"),
+    *("conv_group", "sliding_layers", "causal_layers", "window", "top_k"),
+)
+
+
+def require_selected(
+    state: dict[str, Tensor],
+    rows: Tensor,
+    logits: Tensor,
+    root: int,
+    ids: Tensor,
+    log_probs: Tensor,
+    pairs: Tensor,
+) -> None:
+    """Checks all edges of a lattice by DFlash 2's selector: what each candidate's probability is
+    among its guess's, after the root and after each candidate before it."""
+    names = ("predecessor_codebook", "successor_codebook", "hidden_projection")
+    before, behind, project = (state[f"candidate_selector.{name}.weight"] for name in names)
+    previous = torch.tensor([root])
+    for k, unary in enumerate(logits):
+        assert sorted(ids[k].tolist()) == sorted(unary.topk(len(ids[k])).indices.tolist())
+        gate = before[previous] * (project @ rows[k])
+        expected = torch.log_softmax(unary[ids[k]] + gate @ behind[ids[k]].T, -1)
+        got = pairs[k - 1] if k else log_probs[:1]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+        previous = ids[k]
+    assert (log_probs[0].diff() <= 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -247,8 +375,10 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
     module: Any = load_module(load_drafter(out), backbone.config, target.ends(backbone))
     fields = FORMATS[name][1]
     is_anchor = fields.get("sample_from_anchor", False)
-    for key in ("own_head", "own_embedding", "markov_rank", "sample_from_anchor"):
-        assert getattr(module.config, key) == fields.get(key, False)
+    for key in FIELDS:
+        assert getattr(module.config, key) == fields.get(
+            key, getattr(dflash.Config(taps=(1,)), key)
+        )
     vocabulary = module.draft_token_ids
     assert vocabulary.tolist() == list(range(0, VOCAB, 2 if name in CUT else 1))
     token_T = torch.arange(3, 15) * 7 % VOCAB
@@ -259,9 +389,13 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
         assert ids.shape[1] == ROWS - (0 if is_anchor else 1)
         for t in range(11):
             root = int(token_T[t + 1])
-            logits = published_block(state, [tap[0, : t + 1] for tap in taps], root)
-            logits = logits @ state["lm_head.weight"].T
-            logits = logits if is_anchor else logits[1:]
+            rows = published_block(state, [tap[0, : t + 1] for tap in taps], root, fields)
+            rows = rows[0 if is_anchor else 1 :]
+            logits = rows @ state["lm_head.weight"].T
+            if module.config.selector:
+                assert pairs is not None
+                require_selected(state, rows, logits, root, ids[t], log_probs[t], pairs[t])
+                continue
             if pairs is not None:
                 read, bias = (state[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
                 logits[0] += bias @ read[root]
@@ -274,7 +408,7 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
                 torch.testing.assert_close(pair_CC, after, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["z-lab", "speculators' dspark", "GGUF"])
+@pytest.mark.parametrize("name", ["z-lab", "speculators' dspark", "GGUF", "z-lab's dflash2"])
 def test_an_imported_block_drafter_changes_no_token(
     name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,12 +453,15 @@ def test_a_gguf_file_without_an_alignment_is_read_as_llama_cpp_does(
 
 
 GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a window": ({"attention.sliding_window": 8}, {}, r"got dflash\.attention\.sliding_window 8:"),
+    "windows somewhere": ({"attention.sliding_window": 8}, {}, "got layer_types None in the conf"),
+    "windows of one": (
+        {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, {},
+        "for each of 2 layers",
+    ),
     "a rotation of sections": (
         {"rope.dimension_sections": [4, 0, 0, 0]}, {}, r"got dflash\.rope\.dimension_sections \[4",
     ),
     "part of a head turned": ({"rope.dimension_count": 4}, {}, "dimension_count 4, expected the"),
-    "causal": ({"attention.causal": True}, {}, "got is_causal True in the config, expected False"),
     "capped": ({"final_logit_softcapping": 30.0}, {}, "got final_logit_softcapping 30.0 in the"),
     "multiplied": ({"logit_scale": 0.5}, {}, "got output_multiplier 0.5 in the config, expected"),
     "no layers": ({"target_layers": None}, {}, "got aux_hidden_state_layer_ids None in the confi"),
@@ -332,8 +469,10 @@ GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no heads": ({"attention.head_count": 0}, {}, r"dimension_count 8, expected the size of a hea"),
     "sinks": ({}, {"blk.0.attn_sinks.weight": EXTRA[0].numpy()}, r"got blk\.0\.attn_sinks\.weight"),
     "scales": ({}, {"fc.scale": EXTRA[0].numpy()}, r"got fc\.scale, which no drafter"),
-    "DFlash2": ({}, {"blk.1.attn_conv_base": EXTRA.numpy()}, "base_kernel, DFlash2: not supported"),
-    "a selector": ({}, {"selector_hidden.weight": EXTRA.numpy()}, "DFlash2: not supported yet"),
+    "a convolution": ({}, {"blk.1.attn_conv_base": EXTRA.numpy()}, "base_kernel, which no drafter"),
+    "a selector of fewer tokens": (
+        {}, {"selector_hidden.weight": EXTRA.numpy()}, "got a selector and a head of 49 tokens",
+    ),
 }  # fmt: skip
 
 
@@ -363,8 +502,12 @@ def test_a_poor_block_drafter_is_read_otherwise(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "sliding": ({"layer_types": ["sliding_attention"] * 2}, {}, "got layer_types 'sliding_attent"),
-    "causal": ({"is_causal": True}, {}, "got is_causal True in the config, expected False"),
+    "no width": ({"layer_types": ["sliding_attention"] * 2}, {}, "got sliding_window None in the"),
+    "a narrow window": (SLIDING | {"sliding_window": 3}, {}, "got sliding_window 3 in the config,"),
+    "other kinds": ({"layer_types": ["linear"] * 2}, {}, r"got layer_types \['linear', 'line"),
+    "kinds of more": (SLIDING | {"layer_types": ["full_attention"]}, {}, "for each of 2 layers"),
+    "no kinds": ({"use_sliding_window": True}, {}, "got layer_types None in the config, exp"),
+    "ModelOpt's windows": ({"use_swa": True}, {}, "got use_swa True in the config, expected False"),
     "biases": ({"attention_bias": True}, {}, "got attention_bias True in the config"),
     "a bias": ({}, {"layers.0.self_attn.q_proj.bias": EXTRA}, "got layers.0.self_attn.q_proj.bia"),
     "scaled": ({"input_embedding_scale": 5.5}, {}, "got input_embedding_scale 5.5 in the config"),
@@ -372,8 +515,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "capped": ({"final_logit_softcapping": 30.0}, {}, "got final_logit_softcapping 30.0 in the"),
     "gated": ({"markov_head_type": "gated"}, {}, "got markov_head_type 'gated' in the config"),
     "rnn": ({}, {"markov_head.joint_proj.weight": EXTRA}, "recurrent Markov head: not supported"),
-    "DFlash2": ({}, {"candidate_selector.predecessor_codebook": EXTRA}, "DFlash2: not supported"),
-    "convolution": ({}, {"layers.0.mlp_conv.base_kernel": EXTRA}, "DFlash2: not supported"),
+    "half a selector": (
+        {}, {"candidate_selector.predecessor_codebook": EXTRA}, "got no tensor candidate_selector",
+    ),
+    "half a convolution": (
+        {}, {"layers.0.mlp_conv.base_kernel": EXTRA}, r"got layers\.0\.mlp_conv\.base_kernel",
+    ),
+    "a convolution of one group": (
+        {},
+        {"layers.0.attention_conv.base_kernel": torch.ones(2, 3, 30)}
+        | {"layers.0.attention_conv.kernel_projection.weight": torch.ones(24, 32)},
+        r"got layers\.0\.attention_conv of shapes \[2, 3, 30\] and \[24, 32\], expected \[2, si",
+    ),
     "Domino": (
         {"dflash_config": NESTED | {"projector_type": "domino"}}, {}, "got projector_type 'domino'",
     ),
@@ -402,6 +555,25 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another target": ({}, {"fc.weight": torch.ones(32, 40)}, "got fc of 40 inputs, expected a mu"),
     "a block of one": ({"block_size": 1}, {}, "got block_size 1 in the config, expected 2 rows"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"conv_kernel_size": 2}, "got conv_kernel_size 2 in the config and tensors of 3"),
+        ({"conv_group_size": 16}, "got conv_group_size 16 in the config and tensors of 8"),
+        ({"selector_rank": 9}, "got selector_rank 9 in the config and tensors of 6"),
+        ({"selector_top_k": 0}, "got selector_top_k 0 in the config, expected a number of candid"),
+    ],
+)
+def test_a_dflash2_config_that_its_tensors_contradict_is_refused(
+    more: dict[str, Any], message: str, llama: Path, tmp_path: Path
+) -> None:
+    name = "speculators' dflash2"
+    config, _, tensors_of = FORMATS[name]
+    tensors = tensors_of(published_state(random_drafter(name, llama)))
+    with pytest.raises(UserError, match=message):
+        run(str(write(tmp_path / "x", config | more, tensors)), str(llama), tmp_path / "out")
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -443,7 +615,8 @@ def test_a_targets_scales_and_softcap_are_not_its_drafters(
         states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
         batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
         ids, log_probs = module.guesses(batch, VOCAB)
-        rows = published_block(state, [tap[0, :9] for tap in states[1:]], int(token_T[9]))[1:]
+        taps = [tap[0, :9] for tap in states[1:]]
+        rows = published_block(state, taps, int(token_T[9]), {})[1:]
         expected = torch.log_softmax(rows @ hf_model.lm_head.weight.T, -1).gather(1, ids[0, 8])
     torch.testing.assert_close(log_probs[0, 8], expected, rtol=0, atol=1e-4)
 
