@@ -6,17 +6,16 @@ The table of temperatures and the sweep of sizes are
         --temperature 0 0.7 1 --nodes 8 --json drafters-temperatures.json
     … --temperature 0 --nodes 4 8 16 32 64 --json drafters-nodes.json
 
-Every drafter goes without merged prompt lookup and decodes all prompts of each subset, second turns
-included; plain decoding does the same beside it. Above temperature 0 tokens are drawn by target
-sampling, which keeps the target's distribution. What is decoded is kept in OUT with .parts.json in
-place of .json: the same command goes on where it was stopped. Lookups draft what they find, at most
-a tree of the size.
+Every drafter decodes all prompts of each subset, second turns included, and plain decoding does the
+same beside them. They go without merged prompt lookup; with --lookup, a second time with it. Above
+temperature 0 tokens are drawn by target sampling, which keeps the target's distribution. What is
+decoded is kept in OUT with .parts.json in place of .json: the same command goes on where it was
+stopped. Lookups draft what they find, at most a tree of the size; size 0 is the bundle's own trees.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +37,7 @@ def main(words: list[str] | None = None) -> None:
     parser = command_line(__doc__, *flags, required=("--json",), max_new_tokens=64)
     parser.add_argument("--temperature", type=float, nargs="+", default=(0.0,))
     parser.add_argument("--nodes", type=int, nargs="+", default=(8,))
+    parser.add_argument("--lookup", action="store_true", help="also with merged prompt lookup")
     parser.add_argument("--drafter", nargs="+", help="default: all of the bundle, and lookups")
     arguments = parse(parser, words)
     rows = compare(arguments)
@@ -58,22 +58,24 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     task = Task(prompts, arguments.max_new_tokens, SAMPLING)
     settings = {**task.settings, "files": manifest.files, "threads": arguments.threads}
     ledger = Ledger(arguments.json.with_suffix(".parts.json"), settings)
-    rows: list[dict[str, Any]] = []
-    for name in arguments.drafter or [*(info.name for info in manifest.drafters), *LOOKUPS]:
-        engine = plain.with_drafter(name, lookup=None if name in LOOKUPS else False)
-        for temperature in arguments.temperature:
-            print(f"{name}, temperature {temperature:g}", file=sys.stderr, flush=True)
-            labels = {n: f"{name}, T = {temperature:g}, {n} nodes" for n in arguments.nodes}
-            engines = {labels[n]: each for n, each in sizes(engine, arguments.nodes).items()}
-            sampling: SamplingOptions = {**SAMPLING, "temperature": temperature}
-            decode(engines, replace(task, sampling=sampling), ledger)
-            about = {"drafter": name, "temperature": temperature}
-            rows += [
-                {**about, "size": size, **ledger.figures(label)} for size, label in labels.items()
-            ]
-            figures = {"max_new_tokens": arguments.max_new_tokens, "rows": rows}
-            write(arguments.json, figures, **asked(arguments), prompts=prompts, manifest=manifest)
-    return rows
+    names = arguments.drafter or [*(info.name for info in manifest.drafters), *LOOKUPS]
+    opened = [plain.with_drafter(each, lookup=None if each in LOOKUPS else False) for each in names]
+    if arguments.lookup:
+        opened += [plain.with_drafter(name, lookup=True) for name in names if name not in LOOKUPS]
+    rows: dict[str, dict[str, Any]] = {}
+    for temperature in arguments.temperature:
+        engines = {}
+        for engine in opened:
+            for n, each in sizes(engine, arguments.nodes).items():
+                label = f"{engine.drafter}, T = {temperature:g}, {n} nodes"
+                engines[label] = each
+                rows[label] = {"drafter": engine.drafter, "temperature": temperature, "size": n}
+        sampling: SamplingOptions = {**SAMPLING, "temperature": temperature}
+        decode(engines, replace(task, sampling=sampling), ledger)
+        done = [{**about, **ledger.figures(label)} for label, about in rows.items()]
+        figures = {"max_new_tokens": arguments.max_new_tokens, "rows": done}
+        write(arguments.json, figures, **asked(arguments), prompts=prompts, manifest=manifest)
+    return done
 
 
 if __name__ == "__main__":

@@ -124,14 +124,15 @@ def decode(engines: Mapping[str, Engine], task: Task, ledger: Ledger) -> None:
 
 
 def sizes(engine: Engine, nodes: Iterable[int]) -> dict[int, Engine]:
-    """Returns the engine with grown trees of each size, root included, whatever their probability.
+    """Returns the engine with grown trees of each size, root included, whatever their probability;
+    with the bundle's own for size 0.
 
     Raises UserError for more nodes than the bundle's scratch.
     """
     most = engine.target.max_nodes
     if too_many := [count for count in nodes if count > most]:
         raise UserError(f"got {too_many[0]} nodes, expected at most the bundle's {most}")
-    return {count: engine.with_budget(Budget(count)) for count in nodes}
+    return {n: engine.with_budget(Budget(n)) if n else engine for n in nodes}
 
 
 def counted(report: bench.BenchReport) -> Counts:
