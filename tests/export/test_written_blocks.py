@@ -29,7 +29,7 @@ from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 
 FOLDER = Path(__file__).parent / "written_by_speculators"
-NAMES = ("z-lab", "z-lab-defaults", "dflash", "dspark")
+NAMES = ("z-lab", "z-lab-defaults", "dflash", "dspark", "dflash-trained", "dspark-trained")
 TOLERANCE = 1e-4
 Golden = dict[str, Tensor]
 
