@@ -106,7 +106,12 @@ def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtoc
     scale = packed.array(1, np.float32, (*blocks, 1), "embedding.scale")
     (row_scale,) = edit.add(node, "Gather", [scale, ids], axis=0)
     (row,) = edit.add(node, "Mul", [row, row_scale])
-    (row,) = edit.add(node, "Reshape", [row, edit.constant(np.array([0, 0, -1]))])
+    if ids is not None and ids.shape is not None:
+        sizes = edit.constant(np.array([0] * len(ids.shape) + [D], np.int64))
+    else:
+        outer, width = edit.add(node, "Shape", [ids]), edit.constant(np.array([D], np.int64))
+        (sizes,) = edit.add(node, "Concat", [*outer, width], axis=0)
+    (row,) = edit.add(node, "Reshape", [row, sizes])
     edit.replace(node.outputs[0], row)
 
 

@@ -232,6 +232,32 @@ def test_int4_rows_do_not_depend_on_each_other() -> None:
 # ---- embedding, and what stays in float ----
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 1, 5)])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_rows_of_an_embedding_lie_as_its_ids_do(shape: tuple[int, ...], is_known: bool) -> None:
+    """Rewrites before forget the shapes of values inside a graph."""
+    model = small_graph()
+    (gather,) = (node for node in model.graph if node.op_type == "Gather")
+    ids, row = model.graph.inputs[2], model.graph.outputs[2]
+    ids.shape = ir.Shape(shape)
+    row.shape = ir.Shape([*shape, K])
+    if not is_known:
+        inner = ir.node("Identity", [ids])
+        model.graph.insert_before(gather, inner)
+        gather.replace_input_with(1, inner.outputs[0])
+    asked = np.arange(np.prod(shape)).reshape(shape)
+    found = Small(quantize(model, "int8")).session.run(
+        ["row"],
+        {
+            "x": np.zeros((1, 1, K), np.float32),
+            "flat": np.zeros((1, K), np.float32),
+            "ids": asked,
+        },
+    )[0]
+    assert found.shape == (*shape, K)
+    assert np.abs(found - TABLE_VK[asked]).max() < 0.02 * np.abs(TABLE_VK).max()
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_the_embedding_has_a_scale_per_block(precision: str) -> None:
     small, ids = Small(quantize(small_graph(), precision)), np.array([3, 99, 0, 3])
