@@ -24,7 +24,7 @@ from spec_export.foreign import medusa
 from spec_export.foreign.dflash import MARKOV, block_norms
 from spec_export.foreign.eagle3 import MASK, layer_norms
 from spec_export.foreign.folder import SEARCH, SEARCH_KEY
-from spec_export.foreign.parts import layer_names
+from spec_export.foreign.parts import SLIDING, layer_names
 from spec_export.loading.files import HEADS
 from spec_export.report import SILENT, Report
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
@@ -208,7 +208,17 @@ class _Eagle3:
             "attention_bias": False,
             "max_position_embeddings": target_config.max_length,
             "tie_word_embeddings": False,
+            **self._windows(),
         }
+
+    def _windows(self) -> dict[str, Any]:
+        """Returns the keys of layers with a window, none if there are none."""
+        sliding = self.config.sliding_layers
+        if not sliding:
+            return {}
+        kinds = [SLIDING if i in sliding else "full_attention" for i in range(self.config.layers)]
+        window = self.config.window
+        return {"sliding_window": window, "use_sliding_window": True, "layer_types": kinds}
 
     def of_speculators(self, kind: str) -> dict[str, Any]:
         """Returns what `speculators` writes of a drafter of any kind; raises UnsupportedModelError
@@ -297,6 +307,7 @@ def _native(drafter: _Eagle3) -> Exported:
     config, dims, n = drafter.config, drafter.dims, drafter.backbone.config.num_layers
     drafter.require("taps", list(config.taps), [2, n // 2, n - 3])
     drafter.require("layers", config.layers, 1)
+    drafter.require("sliding_layers", list(config.sliding_layers), [])
     for name in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norms"):
         drafter.require(name, getattr(config, name), False)
     drafter.require("head_dim", dims.head_dim, dims.hidden_size // dims.num_heads)
@@ -347,6 +358,7 @@ SAID = (
     *("taps", "layers", "block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "rope"),
     *("own_head", "top_k", "anchor_fraction", "soft_weight", "decay", "norm_eps"),
     *("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "hidden_size"),
+    *("sliding_layers", "window", "causal_layers"),
 )
 
 
@@ -359,6 +371,8 @@ def _block_drafter(drafter: _Blocks) -> Exported:
     drafter.require("embedding_scale", drafter.backbone.embedding.embedding_scale, 1)
     if not drafter.has_draft_vocabulary:
         drafter.require("own_head", config.own_head, False)
+    if config.causal_layers:
+        drafter.require("causal_layers", list(config.causal_layers), list(config.sliding_layers))
     kind = "dspark" if config.markov_rank else "dflash"
     about = drafter.of_speculators(kind)
     if config.markov_rank:
@@ -366,7 +380,8 @@ def _block_drafter(drafter: _Blocks) -> Exported:
         about |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
     same = ("block_size", "mask_token_id", "sample_from_anchor")
     about |= {name: getattr(config, name) for name in same}
-    about |= {"aux_hidden_state_layer_ids": list(config.taps), "sliding_window_non_causal": False}
+    about["aux_hidden_state_layer_ids"] = list(config.taps)
+    about["sliding_window_non_causal"] = bool(config.sliding_layers) and not config.causal_layers
     return Exported(about, drafter.tensors())
 
 

@@ -74,7 +74,6 @@ class Config(FusedConfig):
     - `selector`: the Markov head is DFlash 2's selector.
     - `conv_size`, `conv_group`: the rows that a convolution of DFlash 2 reads, 0 for none, and the
       columns that share a row of U.
-    - `sliding_layers`, `window`: the layers with a window, and its width in positions.
     - `causal_layers`: the layers whose rows see no later row of the block.
     - `own_head`: it has a head of its own, else the target's.
     - `anchor_fraction`: the share of rows behind which a training step puts a block.
@@ -88,8 +87,6 @@ class Config(FusedConfig):
     selector: bool = False
     conv_size: AtLeastZero = 0
     conv_group: AtLeastOne = 16
-    sliding_layers: tuple[int, ...] = ()
-    window: AtLeastOne | None = None
     causal_layers: tuple[int, ...] = ()
     top_k: AtLeastOne = 16
     qk_norms: bool = True
@@ -102,7 +99,7 @@ class Config(FusedConfig):
         super().__post_init__()
         if self.selector and not self.markov_rank:
             raise UserError("got a selector of markov_rank 0, expected 1 or more")
-        if self.sliding_layers and (self.window is None or self.window < self.block_size):
+        if self.sliding_layers and (self.window or 0) < self.block_size:
             raise UserError(
                 f"got window {self.window} for layers {list(self.sliding_layers)}, expected the "
                 f"{self.block_size} rows of a block or more"

@@ -67,7 +67,8 @@ class Config(LayersConfig):
     """The settings of EAGLE-3: those of its layers, see LayersConfig, and of its levels.
 
     `num_guesses` levels are drafted, and `max_width` nodes expanded in each; `ttt_steps` are
-    trained. norm_output: the next row reads the normed output, which the head reads.
+    trained. norm_output: the next row reads the normed output, which the head reads. A window
+    counts positions at every level, as vLLM has it; `speculators` trains each with level 0's.
     """
 
     num_guesses: AtLeastOne = 5
@@ -86,9 +87,11 @@ class Drafter(FusedDrafter):
     ) -> None:
         super().__init__(config, ends, draft_token_ids)
         norms = "each" if config.fc_norm else "all" if config.norm_before_fc else "none"
-        first = FirstLayer(self.dims, config.qk_norms, config.norm_before_residual)
-        more = range(config.layers - 1)
-        others = [DecoderLayer(self.dims, qk_norms=config.qk_norms) for _ in more]
+        first = FirstLayer(self.dims, config)
+        others = [
+            DecoderLayer(self.dims, qk_norms=config.qk_norms, window=config.window_of(i))
+            for i in range(1, config.layers)
+        ]
         self.add_parts(ends, [first, *others], norms)
 
     @property
@@ -170,10 +173,11 @@ class FirstLayer(DecoderLayer):
     """The layer whose rows are pairs of embedding and feature, [..., D] each: it norms both, its
     attention reads them side by side, and it adds to the feature."""
 
-    def __init__(self, dims: Any, qk_norms: bool, norm_before_residual: bool) -> None:
-        super().__init__(dims, num_inputs=2, qk_norms=qk_norms)
+    def __init__(self, dims: Any, config: LayersConfig) -> None:
+        window = config.window_of(0)
+        super().__init__(dims, num_inputs=2, qk_norms=config.qk_norms, window=window)
         self.token_norm = nn.Parameter(torch.ones(dims.hidden_size))
-        self.norm_before_residual = norm_before_residual
+        self.norm_before_residual = config.norm_before_residual
 
     def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
         """Copies one of the target's own layers; its attention then reads the feature as the

@@ -27,6 +27,7 @@ from spec_export.drafters.losses import (
     trained_head_cross_entropy,
 )
 from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_export.modules.attention import window_mask
 from spec_export.modules.fusion import Fusion
 from spec_runtime.errors import UserError
 
@@ -361,7 +362,8 @@ class DecoderLayer(nn.Module):
 
     num_inputs: rows of D that its attention reads side by side. qk_norms: queries and keys are
     normed over each head before the rotation. input_norm: attention reads normed rows. has_bias:
-    queries, keys and values have one.
+    queries, keys and values have one. window: a row sees the positions above its own less this
+    width, None for all up to its own.
     """
 
     attention_norm: nn.Parameter | None
@@ -376,9 +378,10 @@ class DecoderLayer(nn.Module):
         qk_norms: bool = False,
         input_norm: bool = True,
         has_bias: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
-        self.dims = dims
+        self.dims, self.window = dims, window
         D, qkv = dims.hidden_size, (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
         self.attention_norm = nn.Parameter(torch.ones(D)) if input_norm else None
         self.qkv = nn.Parameter(torch.empty(num_inputs * D, qkv))
@@ -461,7 +464,7 @@ class DecoderLayer(nn.Module):
         out = decoder.Projection(self.out.t())
         return decoder.Layer(
             attention_norm,
-            decoder.Attention(config, qkv, out, q_norm, k_norm),
+            decoder.Attention(config, qkv, out, q_norm, k_norm, window=self.window),
             decoder.RMSNorm(self.mlp_norm, eps),
             decoder.GatedMLP(
                 decoder.Projection(self.gate_up.t()), decoder.Projection(self.down.t())
@@ -480,7 +483,10 @@ class CachedGraph(nn.Module):
     ) -> None:
         super().__init__()
         self.drafter: Any = drafter
-        self.layers = nn.ModuleList(layer.traceable(config) for layer in layers)
+        every = list(layers)
+        self.layers = nn.ModuleList(layer.traceable(config) for layer in every)
+        widths = {layer.window for layer in every if layer.window is not None}
+        self.windows = sorted(width for width in widths if width < config.max_length)
 
     def shared_inputs(
         self, inputs: Sequence[Tensor]
@@ -489,7 +495,8 @@ class CachedGraph(nn.Module):
         caches, from the inputs that follow tokens and features."""
         position_ids, mask, logit_rows, write_index, src, perm, *caches = inputs
         cos, sin = self.drafter.cos, self.drafter.sin
-        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin)
+        windows = {width: window_mask(mask, width) for width in self.windows}
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin, windows)
         return step, logit_rows, caches
 
     def run_layers(self, x: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -40,6 +40,14 @@ class Config(eagle3.LayersConfig):
     num_masks: AtLeastZero = 4
     mask_token_id: AtLeastZero = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_layers and (self.window or 0) < self.num_guesses:
+            raise UserError(
+                f"got window {self.window}, expected {self.num_guesses} or more: a group's last "
+                "mask sees all of the group"
+            )
+
     @property
     def num_guesses(self) -> int:
         return self.num_masks + 1

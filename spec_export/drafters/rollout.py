@@ -56,17 +56,28 @@ class FusedConfig(OwnSizes):
     - `qk_norms`: queries and keys are normed, as Qwen3 does.
     - `own_embedding`: it has an embedding of its own, else the target's.
     - `hidden_size`: the width of its rows, where it is not the target's.
+    - `sliding_layers`, `window`: the layers with a window, and its width in positions.
     """
 
     taps: tuple[int, ...] = ()
     qk_norms: bool = False
     own_embedding: bool = False
     hidden_size: AtLeastOne | None = None
+    sliding_layers: tuple[int, ...] = ()
+    window: AtLeastOne | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.taps:
             raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
+        if self.sliding_layers and self.window is None:
+            raise UserError(
+                f"got sliding_layers {list(self.sliding_layers)} and no window, expected its width"
+            )
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the width of a layer's window, None if it has none."""
+        return self.window if layer in self.sliding_layers else None
 
 
 class RolloutDrafter(DrafterBase):
@@ -160,7 +171,7 @@ class RolloutDrafter(DrafterBase):
                 q, k, v = layer.project_qkv(x)
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
                 rows.append((k, v.to(k.dtype)))
-                x = layer.finish(x, _attend(q, rows))
+                x = layer.finish(x, _attend(q, rows, layer.window))
             levels.append(x)
             feature = self.next_feature(x)
         return levels
@@ -200,6 +211,11 @@ class FusedDrafter(RolloutDrafter):
         eps = self.dims.norm_eps
         self.fusion = Fusion(config.taps, target_width, D, norms, eps, out_norm)
         self.layers = nn.ModuleList(layers)
+        if not set(config.sliding_layers) <= {*range(len(self.layers))}:
+            raise UserError(
+                f"got sliding_layers {list(config.sliding_layers)}, expected some of the layers "
+                f"0 to {len(self.layers) - 1}"
+            )
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
             layer.start_as_identity()
@@ -236,23 +252,31 @@ def equal_weights(rows_RD: Tensor) -> Tensor:
     return torch.full((len(rows_RD),), 1 / max(len(rows_RD), 1), device=rows_RD.device)
 
 
-def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]], window: int | None) -> Tensor:
     """Returns the attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and
     values [B, R, G, Dh] of all levels so far, the last of which are the level's own.
 
-    Row t sees rows up to t of level 0, and of the other levels only the rows of its own path.
+    Row t sees rows up to t of level 0, and of the other levels only the rows of its own path; with
+    a window, only those of the last `window` positions up to its own.
     """
     (k, v), *group = rows
-    if not group:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return mixed.transpose(1, 2).flatten(-2)
     R, H, Dh = q.shape[1:]
+    behind_RR = torch.arange(R, device=q.device)[:, None] - torch.arange(R, device=q.device)
+    is_seen_RR = behind_RR >= 0
+    if window is not None:
+        is_seen_RR &= behind_RR + len(group) < window
+        group = group[-window:]
+    if len(rows) == 1:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mask = None if window is None else is_seen_RR
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True
+        )
+        return mixed.transpose(1, 2).flatten(-2)
     G = k.shape[2]
     q = q.unflatten(2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
     to_real = torch.einsum("brghd,bsgd->bghrs", q, k)
-    is_later_RR = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
-    to_real = to_real.masked_fill(is_later_RR, torch.finfo(to_real.dtype).min)
+    to_real = to_real.masked_fill(~is_seen_RR, torch.finfo(to_real.dtype).min)
     to_group = [torch.einsum("brghd,brgd->bghr", q, own) for own, _ in group]
     weight = torch.cat((to_real, torch.stack(to_group, -1)), -1).softmax(-1).to(v.dtype)
     out = torch.einsum("bghrs,bsgd->brghd", weight[..., :R], v)

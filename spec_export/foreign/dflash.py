@@ -24,6 +24,7 @@ from spec_export.foreign.parts import (
     require_known_keys,
     require_nothing_given,
     rotary_parameters,
+    sliding_layers,
     take_fc,
     take_layer,
     unsupported,
@@ -68,7 +69,6 @@ HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "input_embed_fn.weight")
 CONFIDENCE = ("confidence_head.", "confidence_proj", "conf_proj.")
 MARKOV = ("markov_w1", "markov_w2")
 SELECTOR = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-SLIDING = "sliding_attention"
 ROWS = {"z-lab": 16, "speculators": 8, "GGUF": 16}  # of a block; the others always name them
 ANCHOR = {True: "anchor", False: "fill-in"}
 
@@ -241,30 +241,18 @@ class _Settings:
         """Returns the fields of layers with a window, and of those whose rows see no later row of
         the block; such are speculators' with a window unless it says otherwise, and z-lab's and
         ModelOpt's where nothing is said."""
-        kinds, window = self.get("layer_types"), self.get("sliding_window")
-        is_file = self.format == "GGUF"
-        if kinds is None and (self.get("use_sliding_window") or (is_file and window)):
-            raise unsupported(self._folder, "layer_types", None, "the kind of each layer")
-        kinds = [{True: SLIDING, False: "full_attention"}.get(kind, kind) for kind in kinds or ()]
-        strange = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
-        if strange or len(kinds) not in (0, count):
-            expected = f"{SLIDING} or full_attention for each of {count} layers"
-            raise unsupported(self._folder, "layer_types", strange or kinds, expected)
-        sliding = [i for i, kind in enumerate(kinds) if kind == SLIDING]
-        if sliding and (type(window) is not int or window < rows):
-            raise unsupported(self._folder, "sliding_window", window, f"{rows} positions or more")
+        fields = sliding_layers(self._folder, self.get, count, rows, found)
+        sliding = fields.get("sliding_layers", [])
         is_causal = self.get("is_causal", self.get("causal"))
         if self.format == "speculators":
             causal = [] if self.get("sliding_window_non_causal") else sliding
-        elif is_causal is None and not is_file:
+        elif is_causal is None and self.format != "GGUF":
             causal = sliding
         else:
             causal = list(range(count)) if is_causal else []
-        for words, layers in ((f"windows of {window}", sliding), ("causal blocks", causal)):
-            if layers:
-                found.said.append(f"{words} in layers {', '.join(map(str, layers))}")
-        fields = {"sliding_layers": sliding, "causal_layers": causal}
-        return fields | ({"window": window} if sliding else {})
+        if causal:
+            found.said.append(f"causal blocks in layers {', '.join(map(str, causal))}")
+        return fields | {"causal_layers": causal}
 
     def require(self, name: str, value: int) -> None:
         """Raises UserError if the config names another number than the tensors show."""

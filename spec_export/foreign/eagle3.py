@@ -23,6 +23,7 @@ from spec_export.foreign.parts import (
     require_known_keys,
     require_nothing_given,
     rotary_parameters,
+    sliding_layers,
     take_fc,
     take_layer,
     unsupported,
@@ -34,7 +35,7 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),
     **dict.fromkeys(("use_last_layernorm", "next_layer_regular"), (True,)),
-    **dict.fromkeys(("use_mtp_layernorm", "use_sliding_window"), (False,)),
+    "use_mtp_layernorm": (False,),
     **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (False,)),
     **dict.fromkeys(("position_embedding_type", "norm_type"), ("rope", "rms")),
     "use_rotary_pos_emb": (True,),
@@ -107,6 +108,8 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     fields["norm_before_residual"] = config.norm_before_residual(found)
     fields |= {key: value for key, value in given.items() if key != "taps"}
     fields |= _layers(folder, config, state)
+    group = fields.get("num_masks", 0) + 1
+    fields |= sliding_layers(folder, config.get, fields["layers"], group, found)
     fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
     fields |= {"hidden_size": D}
     fields["own_embedding"] = take_embedding(folder, backbone, D, state, found)
@@ -158,9 +161,6 @@ class _Settings:
             known = {*TOP, *NESTED, *ONLY}
             require_known_keys(folder, top, known)
             require_known_keys(folder, top.get("transformer_layer_config") or {}, known)
-        kinds = set(self._layer.get("layer_types") or ()) - {"full_attention"}
-        if kinds:
-            raise self._unsupported("layer_types", sorted(kinds)[0], "full_attention")
 
     def _format(self, folder: ForeignFolder) -> str:
         if folder.path.is_file():

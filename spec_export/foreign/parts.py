@@ -34,6 +34,8 @@ HARMLESS_KEYS = (
     *("parallel_draft_heads_num_layers", "eagle_architecture"),
 )
 
+SLIDING = "sliding_attention"
+
 
 def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:
     """Returns the error about a key of the config whose value is not supported."""
@@ -168,6 +170,35 @@ def layer_sizes(folder: ForeignFolder, num_heads: Any) -> dict[str, int]:
         "head_dim": head_dim,
         "intermediate_size": rows["mlp.up"],
     }
+
+
+def sliding_layers(
+    folder: ForeignFolder, get: Callable[[str], Any], count: int, least: int, found: Reading
+) -> dict[str, Any]:
+    """Returns the fields of layers with a window, which a config says of each of its `count` layers
+    by `layer_types`, in a GGUF file true for one with a window.
+
+    get: a value of the config by its name. Raises UnsupportedModelError, which names it, for what
+    is said by halves, and for a window narrower than `least` positions.
+    """
+    kinds, window = get("layer_types"), get("sliding_window")
+    is_on = get("use_sliding_window")
+    if kinds is None and (is_on or (folder.path.is_file() and window)):
+        raise unsupported(folder, "layer_types", None, "the kind of each layer")
+    kinds = [{True: SLIDING, False: "full_attention"}.get(kind, kind) for kind in kinds or ()]
+    strange = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
+    sliding = [i for i, kind in enumerate(kinds) if kind == SLIDING]
+    if strange or (sliding and len(kinds) != count):
+        expected = f"{SLIDING} or full_attention for each of {count} layers"
+        raise unsupported(folder, "layer_types", strange or kinds, expected)
+    if sliding and is_on is False:
+        raise unsupported(folder, "use_sliding_window", False, f"True beside {SLIDING}")
+    if sliding and (type(window) is not int or window < least):
+        raise unsupported(folder, "sliding_window", window, f"{least} positions or more")
+    if not sliding:
+        return {}
+    found.said.append(f"windows of {window} in layers {', '.join(map(str, sliding))}")
+    return {"sliding_layers": sliding, "window": window}
 
 
 def rotary_parameters(folder: ForeignFolder, config: dict[str, Any]) -> dict[str, Any]:

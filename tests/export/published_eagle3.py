@@ -101,13 +101,15 @@ class Published:
                 normed = self.norm(x, f"{name}.hidden_norm")
                 read = torch.cat((read, normed), -1)
                 x = normed if self.config.norm_before_residual else x
-            x = x + self.linear(self._attention(read, name), f"{name}.self_attn.o_proj")
+            window = self.config.window if i in self.config.sliding_layers else None
+            mixed = self._attention(read, name, window or len(x))
+            x = x + self.linear(mixed, f"{name}.self_attn.o_proj")
             read = self.norm(x, f"{name}.post_attention_layernorm")
             gate, up = (self.linear(read, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
             x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
         return x
 
-    def _attention(self, read: Tensor, name: str) -> Tensor:
+    def _attention(self, read: Tensor, name: str, window: int) -> Tensor:
         T, d = len(read), self.dims
         parts = [self.linear(read, f"{name}.self_attn.{part}_proj") for part in "qkv"]
         q, k, v = (part.view(T, -1, d.head_dim).transpose(0, 1) for part in parts)
@@ -127,5 +129,6 @@ class Published:
         shared = d.num_heads // d.num_kv_heads
         k, v = turn(k).repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
         score = turn(q) @ k.transpose(1, 2) * d.head_dim**-0.5
-        score = score.masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)
+        ones = torch.ones(T, T)
+        score = score.masked_fill(ones.triu(1) + ones.tril(-window) > 0, -torch.inf)
         return (score.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)

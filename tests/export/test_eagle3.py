@@ -44,6 +44,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
     "Qwen3 layers": {"qk_norms": True, "layers": 2, "taps": (0, 1, 2, 3)},
     "sizes of its own": OWN,
+    "windows": {"layers": 3, "sliding_layers": (0, 2), "window": 4, "norm_before_residual": True},
     "one tap": {"taps": (1,), "norm_before_residual": True, "layers": 2},
 }
 
@@ -78,7 +79,7 @@ def test_levels_are_those_of_the_published_model(options: dict[str, Any]) -> Non
             torch.testing.assert_close(log_q_RKV[t], expected_KV, rtol=0, atol=1e-4)
 
 
-@dialects("native", "speculators", "Qwen3 layers", "sizes of its own")
+@dialects("native", "speculators", "Qwen3 layers", "sizes of its own", "windows")
 def test_the_graph_is_the_published_model_along_trees(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def reference_loss(drafter: Drafter, batch: Batch) -> Reference:
             "own_embedding": True,
             "layers": 2,
         },
+        {"sliding_layers": (0,), "window": 2},
     ],
 )
 def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> None:
@@ -165,6 +167,11 @@ def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> 
         ({"hidden_size": 48}, "got hidden_size 48 with the target's embedding, expected its 64"),
         ({"head_dim": 8}, "got head_dim 8 with the target's rotary embedding, expected its 16"),
         ({"rope": {"rope_type": "spiral"}}, "got rotary embedding 'spiral'"),
+        ({"sliding_layers": (0,)}, r"got sliding_layers \[0\] and no window, expected its width"),
+        (
+            {"sliding_layers": (1,), "window": 9},
+            r"got sliding_layers \[1\], expected some of the l",
+        ),
         ({"num_kv_heads": 3}, "got 4 heads over 3 key/value heads"),
     ],
 )

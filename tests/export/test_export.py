@@ -108,6 +108,7 @@ TRIPS: dict[str, tuple[str, torch.Tensor | None, dict[str, Any]]] = {
         IDS,
         {"qk_norms": True, "layers": 3, "own_embedding": True, "taps": (5, 1)} | EVERY_SIZE,
     ),
+    "windows": ("speculators", IDS, {"layers": 2, "sliding_layers": (1,), "window": 5}),
     "LLaMA 3's rotation": ("speculators", IDS, {"rope": LLAMA3}),
     "YaRN": ("speculators", IDS, {"rope": YARN}),
     "native": ("native", IDS, {"rope": ROPE, "num_guesses": 7, "max_width": 3, "top_k": 4}),
@@ -133,7 +134,8 @@ def test_what_was_exported_is_imported_again(
     )
     require_equal(again, load_drafter(folder))
     sizes = {name: getattr(drafter.dims, name) for name in SIZES}
-    expected = dataclasses.asdict(drafter.config) | sizes | {"taps": list(drafter.config.taps)}
+    expected = dataclasses.asdict(drafter.config) | sizes
+    expected |= {name: list(expected[name]) for name in ("taps", "sliding_layers")}
     expected["rope"] = drafter.config.rope or backbone_of(llama).config.rope
     for name in expected.keys() - set(OURS):
         assert again.config[name] == expected[name], name
@@ -142,6 +144,10 @@ def test_what_was_exported_is_imported_again(
 NATIVE: dict[str, tuple[dict[str, Any], str]] = {
     "taps": ({"taps": (1, 4, 6)}, r"got taps \[1, 4, 6\], expected \[2, 4, 5\]"),
     "layers": ({"layers": 2}, "got layers 2, expected 1"),
+    "windows": (
+        {"sliding_layers": (0,), "window": 9},
+        r"got sliding_layers \[0\], expected \[\]",
+    ),
     "head_dim": ({"head_dim": 16, "rope": ROPE}, "got head_dim 16, expected 8"),
     "rope": ({"rope": YARN}, "got rope_type yarn, expected default"),
     **{
@@ -182,7 +188,19 @@ def test_a_target_that_rotates_part_of_a_head_is_refused(save: Save, tmp_path: P
         export_drafter.run(str(folder), "speculators", str(model), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["plain", "trained", "qwen3", "peagle", "dflash", "dspark"])
+WRITTEN = (
+    "plain",
+    "trained",
+    "qwen3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "dflash-trained",
+    "dspark-trained",
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_drafter_of_speculators_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """Tensors, types and keys are those that the library wrote, see written_by_speculators/; it
     reads what we write by them; see test_speculators.py for its logits. A confidence head, which
@@ -211,6 +229,10 @@ BLOCKS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a head of its own": ({"own_head": True}, "got own_head True, expected False"),
     "an embedding of its own": ({"own_embedding": True}, "got own_embedding True, expected False"),
     "no head norms": ({"qk_norms": False}, "got qk_norms False, expected True"),
+    "causal without a window": (
+        {"causal_layers": (0,)},
+        r"got causal_layers \[0\], expected \[\]",
+    ),
 }
 
 

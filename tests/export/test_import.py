@@ -37,6 +37,7 @@ from spec_runtime.errors import UserError
 N, VOCAB = 8, 98  # layers and tokens of the target
 IDS = torch.arange(0, VOCAB, 2)  # the draft vocabulary
 THETA = 300.0
+SLIDING = ["sliding_attention"]
 LAYER: dict[str, Any] = {
     **{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu"},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
@@ -100,11 +101,14 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
             "eagle_aux_hidden_state_layer_ids": [1, 4, N],
             **{"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
             "transformer_layer_config": LAYER
-            | {"model_type": "qwen3", "rope_parameters": {"rope_theta": THETA}, "head_dim": 8},
+            | {"model_type": "qwen3", "rope_parameters": {"rope_theta": THETA}, "head_dim": 8}
+            | {"num_hidden_layers": 1, "layer_types": SLIDING, "sliding_window": 5}
+            | {"use_sliding_window": True},
         },
         {
             **{"taps": (1, 4, N), "norm_before_residual": True, "norm_before_fc": True},
             **{"norm_output": True, "qk_norms": True, "own_embedding": True},
+            **{"sliding_layers": (0,), "window": 5},
         },
         lambda state: state | OFFSETS,
     ),
@@ -116,8 +120,9 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
     "SpecForge": (
         LAYER
         | {"rope_theta": THETA, "eagle_config": {"fc_norm": True}, "target_hidden_size": 32}
-        | {"model_type": "qwen2", "torch_dtype": "bfloat16", "target_model_type": "qwen2"},
-        {"fc_norm": True},
+        | {"model_type": "qwen2", "torch_dtype": "bfloat16", "target_model_type": "qwen2"}
+        | {"layer_types": SLIDING, "sliding_window": 4},
+        {"fc_norm": True, "sliding_layers": (0,), "window": 4},
         lambda state: midlayer(state) | OFFSETS,
     ),
     "AngelSlim": (
@@ -178,7 +183,8 @@ PEAGLE: dict[str, Any] = {
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
     },
     "transformer_layer_config": LAYER
-    | {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": THETA}, "head_dim": 8},
+    | {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": THETA}, "head_dim": 8}
+    | {"layer_types": [*SLIDING, "full_attention"], "sliding_window": 5},
 }
 
 
@@ -188,6 +194,7 @@ def write_peagle(folder: Path, llama: Path) -> tuple[Path, peagle.Drafter]:
     config = peagle.Config(
         taps=(1, 4, N), layers=2, num_masks=3, mask_token_id=9, norm_before_fc=True,
         own_embedding=True, rope={"rope_theta": THETA}, norm_eps=1e-5,
+        sliding_layers=(0,), window=5,
     )  # fmt: skip
     drafter = peagle.Drafter(config, target.ends(backbone_of(llama)[1]), IDS)
     with torch.no_grad():
@@ -312,6 +319,10 @@ PEAGLE_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no number of guesses": ({"speculators_config": {}}, {}, "got speculative_tokens None in the"),
     "another tensor": ({}, {"mask_bias": torch.ones(1)}, "got mask_bias, which no drafter"),
     "an unknown key": ({"residual_scale": 0.5}, {}, "got residual_scale 0.5 in the config, a key"),
+    "a window in the group": (
+        {"transformer_layer_config": PEAGLE["transformer_layer_config"] | {"sliding_window": 3}},
+        {}, "got sliding_window 3 in the config, expected 4 positions or more",
+    ),
 }  # fmt: skip
 
 
@@ -421,7 +432,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"transformer_layer_config": LAYER | {"logit_scale": 2.0}}, {}, "got logit_scale 2.0 in",
     ),
     "another family": ({"model_type": "kimi_k2"}, {}, "got model_type 'kimi_k2'"),
-    "windows": ({"layer_types": ["sliding_attention"]}, {}, "got layer_types 'slid"),
+    "windows without a width": ({"layer_types": SLIDING}, {}, "got sliding_window None in the"),
+    "windows of nobody": (
+        {"use_sliding_window": True, "sliding_window": 8}, {}, "got layer_types None in the config",
+    ),
+    "windows that are off": (
+        {"layer_types": SLIDING, "sliding_window": 8, "use_sliding_window": False}, {},
+        "got use_sliding_window False in the config, expected True beside sliding_attention",
+    ),
+    "windows of more layers": (
+        {"layer_types": SLIDING * 2, "sliding_window": 8}, {}, "for each of 1 layers",
+    ),
+    "layers of another kind": ({"layer_types": ["linear"]}, {}, r"got layer_types \['linear'\]"),
     "a flag without a norm": ({"fc_norm": True}, {}, "got fc_norm True in the config, and"),
     "ids of fewer layers": (
         {"eagle_aux_hidden_state_layer_ids": [1, 2]}, {}, "for 3 taps and ids of 2",

@@ -505,7 +505,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no width": ({"layer_types": ["sliding_attention"] * 2}, {}, "got sliding_window None in the"),
     "a narrow window": (SLIDING | {"sliding_window": 3}, {}, "got sliding_window 3 in the config,"),
     "other kinds": ({"layer_types": ["linear"] * 2}, {}, r"got layer_types \['linear', 'line"),
-    "kinds of more": (SLIDING | {"layer_types": ["full_attention"]}, {}, "for each of 2 layers"),
+    "kinds of more": (SLIDING | {"layer_types": ["sliding_attention"]}, {}, "for each of 2 layers"),
     "no kinds": ({"use_sliding_window": True}, {}, "got layer_types None in the config, exp"),
     "ModelOpt's windows": ({"use_swa": True}, {}, "got use_swa True in the config, expected False"),
     "biases": ({"attention_bias": True}, {}, "got attention_bias True in the config"),

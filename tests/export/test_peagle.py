@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Qwen3 layers": {"qk_norms": True, "layers": 2, "fc_norm": True, "taps": (0, LAYERS)},
     "sizes of its own": OWN,
     "no masks": {"num_masks": 0},
+    "windows": {"layers": 3, "sliding_layers": (0, 2), "window": 5},
 }
 in_every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 
@@ -98,6 +99,7 @@ def test_a_table_of_bigrams_conditions_the_graphs_guesses(tmp_path: Path) -> Non
         {"num_masks": 2},
         {"num_masks": 3, "soft_weight": 0.25, "decay": 0.5, "norm_before_fc": True},
         {"num_masks": 1, "fc_norm": True, "own_embedding": True, "layers": 2},
+        {"num_masks": 2, "layers": 2, "sliding_layers": (0,), "window": 3},
     ],
 )
 def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> None:

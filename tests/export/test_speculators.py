@@ -21,7 +21,10 @@ PACKAGES = (
     *("dill", "xxhash"),
 )
 FOLDER = Path(__file__).parent / "written_by_speculators"
-NAMES = ("plain", "trained", "qwen3", "peagle", "dflash", "dspark")
+NAMES = (
+    *("plain", "trained", "qwen3", "peagle"),
+    *("dflash", "dspark", "dflash-trained", "dspark-trained"),
+)
 
 
 @pytest.fixture(scope="session")

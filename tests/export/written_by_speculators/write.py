@@ -98,15 +98,30 @@ def write(name: str, layer: Any, **flags: Any) -> None:
 if __name__ == "__main__":
     trained = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
     rope = {"rope_type": "default", "rope_theta": 500.0}
+    kinds = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    wide: dict[str, Any] = {"sliding_window": 2048, **kinds}
+    narrow: dict[str, Any] = {"sliding_window": 5, **kinds}
     write("plain", LlamaConfig(**SIZES, num_hidden_layers=1))
     write(
-        "trained",
-        LlamaConfig(**SIZES, num_hidden_layers=2, rms_norm_eps=1e-5, rope_parameters=rope),
+        "trained",  # with the windows that its training command gives
+        LlamaConfig(
+            **SIZES,
+            num_hidden_layers=2,
+            rms_norm_eps=1e-5,
+            rope_parameters=rope,
+            **wide,
+        ),
         **trained,
     )
     write(
-        "peagle",
-        LlamaConfig(**SIZES, num_hidden_layers=2, rms_norm_eps=1e-5, rope_parameters=rope),
+        "peagle",  # with one that is narrower than the text
+        LlamaConfig(
+            **SIZES,
+            num_hidden_layers=2,
+            rms_norm_eps=1e-5,
+            rope_parameters=rope,
+            **narrow,
+        ),
         mask_token_id=5,
         norm_before_fc=True,
         norm_output=True,  # of which the library makes nothing here
