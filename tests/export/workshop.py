@@ -42,7 +42,7 @@ OPTIONS = {
     "parallelspec+token": 'taps = [1]\nmask_feature = "anchor"\nmask_reads_token = true',
     "hydra": "prefix_layer = true",
     "dflash": (
-        "taps = [1, 2]\nlayers = 1\nblock_size = 4\nmarkov_rank = 8\nanchor_fraction = 1.0\n"
+        "taps = [1, 2]\nlayers = 1\nblock_size = 4\nmarkov_rank = 64\nanchor_fraction = 1.0\n"
         "sample_from_anchor = true"
     ),
     "eagle3": "taps = [1, 2]\nfc_norm = true\nnorm_output = true",
