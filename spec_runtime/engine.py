@@ -17,7 +17,7 @@ from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
 from spec_runtime.errors import ContextLengthError, UserError
-from spec_runtime.generate import Generation, generate
+from spec_runtime.generate import WAITS, Gate, Generation, generate
 from spec_runtime.machine import give_back_memory
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.constrained import ConstrainedProposer
@@ -72,6 +72,15 @@ class OpenedDrafter(NamedTuple):
     is_tuned: bool = False
 
 
+class ManyAnswers(Protocol):
+    """Answers several calls at a time, see lanes.batch.Batch."""
+
+    num_passes: int
+    num_rows: int
+
+    def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]: ...
+
+
 class DrafterSource(Protocol):
     """Opens further drafters of the same bundle, see load.DrafterOpener; `bundle_hash` is the
     SHA-256 of its manifest."""
@@ -80,6 +89,8 @@ class DrafterSource(Protocol):
     def bundle_hash(self) -> str: ...
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
+
+    def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers: ...
 
 
 class _Parts(NamedTuple):
@@ -113,6 +124,7 @@ class Engine:
         drafter: OpenedDrafter,
         opener: DrafterSource | None = None,
         kept_bytes: int = 0,
+        gate: Gate | None = None,
     ) -> None:
         if drafter.budget.max_nodes > target.max_nodes:
             raise UserError(
@@ -134,6 +146,8 @@ class Engine:
         self._parts: _Parts | None = _Parts(target, drafter, opener, conversations)
         self._expected = drafter.expected_accepted_length  # None once a warning is out
         self._calls: set[Call] = set()  # that wait or run
+        self._gate = gate
+        self._batch: tuple[int, ManyAnswers] | None = None  # its lanes, once there were some
 
     @property
     def target(self) -> Target:
@@ -239,6 +253,44 @@ class Engine:
         """Yields a chunk a step, with text, tokens and what was drafted; the last one, which has no
         tokens, has the result. See `generate` and `stream`."""
         return self.answer(self.prepare(prompt, **options))
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], parallel: int = 8, **options: Unpack[CallOptions]
+    ) -> list[GenerationResult]:
+        """Returns the answer to each prompt, of which up to `parallel` are decoded together.
+
+        The answers are those of `generate`, with the same options. Each lane has caches of its own,
+        which are kept for later calls. Raises what `generate` raises, before anything is decoded.
+        """
+        calls = [self.prepare(prompt, **options) for prompt in prompts]
+        results: dict[int, GenerationResult] = {}
+        with closing(self.open_batch(parallel).answer(calls)) as chunks:
+            for number, chunk in chunks:
+                if chunk.result is not None:
+                    results[number] = chunk.result
+        return [results[number] for number in range(len(calls))]
+
+    def open_batch(self, parallel: int) -> ManyAnswers:
+        """Returns what answers up to `parallel` prepared calls together, see lanes.batch.Batch.
+
+        It is kept for later calls, as its lanes have caches. Raises UserError for less than one
+        lane, and if this engine was not loaded from a bundle.
+        """
+        opener = self._open_parts().opener
+        if opener is None:
+            raise UserError("this engine was not loaded from a bundle: it has one lane only")
+        if parallel < 1:
+            raise UserError(f"got parallel {parallel}, expected 1 or more", param="parallel")
+        if self._batch is None or self._batch[0] != parallel:
+            self._batch = parallel, opener.open_batch(self, parallel)
+        return self._batch[1]
+
+    def lane(self, gate: Gate) -> Engine:
+        """Returns an engine on the same target with the same drafter, whose passes go through
+        `gate`."""
+        target, drafter, opener, conversations = self._open_parts()
+        drafter = drafter._replace(fused=None)
+        return Engine(target, self.tokenizer, drafter, opener, conversations.max_bytes, gate)
 
     def prepare(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
         """Checks the arguments, encodes the prompt and compiles the grammar, for one `answer` or
@@ -436,6 +488,7 @@ class Engine:
             drafter.features,
             restored,
             masks,
+            self._gate,
         )
         logprobs: list[TokenLogprob] = []
         is_consistent = False
@@ -448,6 +501,9 @@ class Engine:
                     steps = drafter.fused.around(steps, run)
                 with closing(steps):  # a fused step hands its rows over while the lock is held
                     for step in steps:
+                        if step is WAITS:
+                            yield step
+                            continue
                         logprobs += step.logprobs
                         conversations.add(step)
                         is_consistent = True

@@ -19,12 +19,36 @@ from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.step import Ending, Step, count_step, end_step
-from spec_runtime.target import Target, Verified, Wants
+from spec_runtime.target import PREFILL_ROWS, Asked, Target, Verified, Wants
 from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.waiting.interruption import Interrupted
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
+
+
+WAITS = Step([], num_accepted=0)  # stands for no step: the generation waits at its gate
+
+
+@dataclass
+class Gate:
+    """Where a generation waits for a pass that it shares with others.
+
+    `asked` is what it wants of the pass while it waits: a tree of at most `max_rows` nodes, or
+    `chunk_rows` tokens of its prompt. Whoever runs the pass sets `verified`.
+    """
+
+    max_rows: int = PREFILL_ROWS
+    chunk_rows: int = PREFILL_ROWS
+    asked: Asked | None = None
+    verified: Verified | None = None
+
+    def pass_through(self) -> Verified:
+        """Returns what the pass said of what was asked."""
+        verified, self.asked, self.verified = self.verified, None, None
+        assert verified is not None, "no pass was run"
+        return verified
 
 
 @dataclass
@@ -35,7 +59,7 @@ class Generation:
     `features` names the target's outputs that the proposer's features are made of.
     `restored` says that the target's rows were brought back from a copy, of which the proposer
     knows nothing. `masks` are those of the request's grammar, which no accepted token is outside
-    of, whatever the proposer drafts.
+    of, whatever the proposer drafts. With a `gate` it shares its passes with others.
     """
 
     target: Target
@@ -49,6 +73,7 @@ class Generation:
     features: tuple[str, ...] = (FEATURES,)
     restored: RestoredRows | None = None
     masks: PathMasks | None = None
+    gate: Gate | None = None
     tokens: list[int] = field(default_factory=list)
 
 
@@ -57,32 +82,85 @@ def generate(run: Generation) -> Generator[Step, None, None]:
 
     Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet. The
     loop goes on from the last of `run.tokens`, also where somebody else committed further steps
-    while it waited. Raises Interrupted if `run.ending` says stop within the prompt.
+    while it waited. With a gate it yields WAITS before each pass, which somebody else runs. Raises
+    Interrupted if `run.ending` says stop within the prompt.
     """
-    target, proposer, params, stats = run.target, run.proposer, run.params, run.stats
-    sample = Sampler(params, target.vocab_size, run.prompt, run.masks)
-    wants = Wants(run.features if proposer.wants_features else (), sample.reads_top)
-    accept, budget = _acceptance(params, sample, run.budget)
-    clock = Clock(stats.timings)
-    step = _read_prompt(run, sample, accept, wants)
-    clock.lap("prefill")
-    yield step
+    decoding, gate = Decoding(run), run.gate
+    while decoding.goes_on():
+        if gate is None:
+            verified = run.target.verify(*decoding.propose())
+        else:
+            gate.asked = decoding.propose(gate.max_rows, gate.chunk_rows)
+            yield WAITS
+            verified = gate.pass_through()
+        step = decoding.accept(verified)
+        if step is not None:
+            yield step
 
-    while run.ending.goes_on():
-        clock.start()
-        engine_seconds = target.run_seconds + proposer.run_seconds
 
-        limited = budget.within(run.ending.remaining - 1).rooted_at(target.length)
-        tree = proposer.propose(run.tokens[-1], limited)
-        clock.lap("draft")
-        verified = target.verify(tree, wants)
+class Decoding:
+    """Takes a generation from one pass of the target to the next, whoever runs the pass.
+
+    `propose` says what the pass has to compute: a chunk of the prompt until all of it is read, and
+    then a draft. `accept` takes in what the target says of it. Between the two nothing is
+    committed.
+    """
+
+    def __init__(self, run: Generation) -> None:
+        self._run = run
+        self._sample = Sampler(run.params, run.target.vocab_size, run.prompt, run.masks)
+        names = run.features if run.proposer.wants_features else ()
+        self._wants = Wants(names, self._sample.reads_top)
+        self._accept, self._budget = _acceptance(run.params, self._sample, run.budget)
+        self._clock = Clock(run.stats.timings)
+        self._tree = TokenTree.root(run.prompt[-1])  # last proposed
+        self._num_read = run.reused  # tokens of the prompt that have rows
+        self._chunks_TF: list[np.ndarray] = []  # features of the prompt's new rows
+        self._engine_seconds = 0.0  # the graphs' before the pass
+
+    @property
+    def is_reading(self) -> bool:
+        """Says whether a part of the prompt has no rows yet."""
+        return self._num_read < len(self._run.prompt)
+
+    def goes_on(self) -> bool:
+        """Asks, before a pass, whether the generation goes on; raises Interrupted if it ends within
+        the prompt."""
+        goes_on = self._run.ending.goes_on()
+        if self.is_reading and not goes_on:
+            raise Interrupted
+        return goes_on
+
+    def propose(self, max_rows: int = PREFILL_ROWS, chunk_rows: int = PREFILL_ROWS) -> Asked:
+        """Returns the arguments of `Target.verify` for the next pass: a tree of at most `max_rows`
+        nodes, or while the prompt is read, up to `chunk_rows` of its tokens."""
+        run, target = self._run, self._run.target
+        self._clock.start()
+        if self.is_reading:
+            self._tree = TokenTree.chain(run.prompt[self._num_read :][:chunk_rows])
+            return self._tree, self._wants, True
+        self._engine_seconds = target.run_seconds + run.proposer.run_seconds
+        limited = self._budget.within(run.ending.remaining - 1).rooted_at(target.length)
+        if max_rows < limited.max_nodes:
+            limited = replace(limited, max_nodes=max_rows)
+        self._tree = run.proposer.propose(run.tokens[-1], limited)
+        self._clock.lap("draft")
+        return self._tree, self._wants, False
+
+    def accept(self, verified: Verified) -> Step | None:
+        """Commits what the pass over the last proposal says; returns the step, or None while the
+        prompt is not read to its end."""
+        if self.is_reading:
+            return self._accept_chunk(verified)
+        run, target, tree, clock = self._run, self._run.target, self._tree, self._clock
+        params, stats = run.params, run.stats
         clock.lap("verify")
-        path, token = accept(tree, TargetView(sample, tree, verified, target.length))
+        path, token = self._accept(tree, TargetView(self._sample, tree, verified, target.length))
         clock.lap("accept")
         step = end_step(path, [*tree.token_N[path[1:]].tolist(), token], run.ending)
         step = replace(
             step,
-            features=verified.features(step.path) if wants.features else None,
+            features=verified.features(step.path) if self._wants.features else None,
             verified=verified,
             logprobs=_logprobs(params, verified, step.path, step.tokens),
             num_drafted=tree.num_nodes - 1,
@@ -91,32 +169,46 @@ def generate(run: Generation) -> Generator[Step, None, None]:
         )
         clock.lap("other")
         target.commit(step.path)
-        sample.commit(step.tokens)
-        proposer.commit(step)
+        self._sample.commit(step.tokens)
+        run.proposer.commit(step)
         run.tokens += step.tokens
         clock.lap("commit")
 
-        stats.engine_seconds += target.run_seconds + proposer.run_seconds - engine_seconds
+        seconds = target.run_seconds + run.proposer.run_seconds - self._engine_seconds
+        stats.engine_seconds += seconds
         count_step(stats, step, bool(tree.children(step.path[-1])))
         clock.lap("other")
-        yield step
+        return step
 
+    def _accept_chunk(self, verified: Verified) -> Step | None:
+        """Commits a chunk of the prompt; after the last one, starts the proposer and returns the
+        first token's step."""
+        num_rows = self._tree.num_nodes
+        if self._wants.features:
+            self._chunks_TF.append(verified.features(range(num_rows)))
+        self._run.target.commit(range(num_rows))
+        self._num_read += num_rows
+        step = None if self.is_reading else self._begin(verified)
+        self._clock.lap("prefill")
+        return step
 
-def _read_prompt(run: Generation, sample: Sampler, accept: Accept, wants: Wants) -> Step:
-    """Runs the new part of the prompt, starts the proposer, and returns the first token's step."""
-    target, prompt = run.target, run.prompt
-    verified, features = target.prefill(prompt[run.reused :], wants, run.ending.goes_on)
-    tree = TokenTree.root(prompt[-1])
-    _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
-    if run.restored is None:
-        run.proposer.start(prompt, features, run.reused)
-    else:
-        run.proposer.start(prompt, run.restored.features_before(features), 0)
-    logprobs = _logprobs(run.params, verified, [0], [token])
-    tokens = run.ending.cut([token])
-    sample.commit(tokens)
-    run.tokens += tokens
-    return Step(tokens, num_accepted=0, logprobs=logprobs, features=features, stats=run.stats)
+    def _begin(self, verified: Verified) -> Step:
+        """Draws the first token from what the target says of the prompt's last row."""
+        run, prompt = self._run, self._run.prompt
+        features = np.concatenate(self._chunks_TF) if self._chunks_TF else None
+        self._chunks_TF = []
+        tree = TokenTree.root(prompt[-1])
+        length = run.target.length - 1
+        _, token = self._accept(tree, TargetView(self._sample, tree, verified, length))
+        if run.restored is None:
+            run.proposer.start(prompt, features, run.reused)
+        else:
+            run.proposer.start(prompt, run.restored.features_before(features), 0)
+        logprobs = _logprobs(run.params, verified, [0], [token])
+        tokens = run.ending.cut([token])
+        self._sample.commit(tokens)
+        run.tokens += tokens
+        return Step(tokens, num_accepted=0, logprobs=logprobs, features=features, stats=run.stats)
 
 
 class TargetView:

@@ -18,7 +18,9 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.writing import sha256
+from spec_runtime.generate import Gate
 from spec_runtime.kv import open_cache
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.machine import warn_of_threads
 from spec_runtime.mapping import require_keys
 from spec_runtime.options import Option
@@ -218,6 +220,25 @@ class DrafterOpener:
             return opened
         profile = profiles.find(profiles.key_of(self._bundle, opened.name, options.threads))
         return opened if profile is None else _tuned(opened, profile)
+
+    def open_batch(self, engine: Engine, parallel: int) -> Batch:
+        """Opens lanes for `parallel` calls at a time, the first on the engine's own target. They
+        share passes on the CPU."""
+        passes = None
+        if self._options.backend == "onnxruntime":
+            from spec_runtime.backends.lanes import LanePasses  # here: only it needs onnxruntime
+
+            passes = LanePasses(self._bundle, self._options)
+
+        def open_engine(gate: Gate) -> Engine:
+            options = self._options
+            target = _open_target(self._bundle, options)
+            opener = DrafterOpener(self._bundle, target, options)
+            opened = opener.open(options.drafter, options.lookup)._replace(fused=None)
+            kept_bytes = options.kept_mb << 20
+            return Engine(target, engine.tokenizer, opened, opener, kept_bytes, gate)
+
+        return Batch([engine.lane, *[open_engine] * (parallel - 1)], passes)
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
 from spec_runtime.waiting.fair_lock import FairLock, Holder
-from spec_runtime.waiting.interruption import Interrupted
 
 PREFILL_ROWS = 256
 ARGMAX = "argmax_ids"  # the output i64[M] of targets built for a device
@@ -213,32 +213,28 @@ class Target:
         return self._cache.slots(begin, end)
 
     def prefill(
-        self,
-        tokens: Sequence[int],
-        wants: Wants = LOGITS,
-        goes_on: Callable[[], bool] = lambda: True,
+        self, tokens: Sequence[int], wants: Wants = LOGITS
     ) -> tuple[Verified, np.ndarray | None]:
         """Commits `tokens` (at least one) in chunks.
 
         Returns the last row's logits and the new rows' features f32[T, F], None if not wanted.
-        Asks `goes_on` before each chunk; raises Interrupted once that says no.
         """
         chunks_TF = []
         for begin in range(0, len(tokens), PREFILL_ROWS):
-            if not goes_on():
-                raise Interrupted
             chunk = TokenTree.chain(tokens[begin : begin + PREFILL_ROWS])
-            last = chunk.num_nodes - 1
-            verified = self._run(chunk, self._row_N[last : last + 1], wants)
+            verified = self.verify(chunk, wants, last_only=True)
             if wants.features:
                 chunks_TF.append(verified.features(range(chunk.num_nodes)))
             self.commit(range(chunk.num_nodes))
         return verified, np.concatenate(chunks_TF) if wants.features else None
 
-    def verify(self, tree: TokenTree, wants: Wants = LOGITS) -> Verified:
-        """Runs one pass over the tree; nothing is committed yet."""
-        is_strict = self.strict_gap is not None and tree.num_nodes > 1
-        return self._run(tree, self._row_N[: tree.num_nodes], wants, is_strict)
+    def verify(self, tree: TokenTree, wants: Wants = LOGITS, last_only: bool = False) -> Verified:
+        """Runs one pass over the tree; nothing is committed yet.
+
+        `last_only` asks for the logits of the last node and no other, which are then the only row.
+        """
+        row_M = self._rows(tree.num_nodes, last_only)
+        return self._run(tree, row_M, wants, self._is_strict(tree, last_only))
 
     def needs_redo(self, logits_V: np.ndarray) -> bool:
         """Returns whether a tree's row of logits f32[V] is too near a tie; counts the question."""
@@ -308,9 +304,7 @@ class Target:
     ) -> Verified:
         """Computes the logits of the rows `row_M`, which stay on the device if there is one, and
         what else is wanted."""
-        feeds = self._cache.place(tree.parent_N)
-        feeds["input_ids"] = tree.token_N[None]
-        feeds["logit_rows"] = row_M
+        feeds = self._feeds(tree, row_M)
         names = list(wants.features)
         begin = time.perf_counter()
         logits_MV: np.ndarray | Rows
@@ -334,3 +328,63 @@ class Target:
         if is_strict:
             return StrictVerified(logits_MV, parts, tree, self)
         return Verified(logits_MV, parts, tree, best_M, top)
+
+    def _rows(self, num_nodes: int, last_only: bool) -> np.ndarray:
+        """Returns which rows' logits a pass is asked for, i64[M]."""
+        return self._row_N[num_nodes - 1 if last_only else 0 : num_nodes]
+
+    def _is_strict(self, tree: TokenTree, last_only: bool) -> bool:
+        return self.strict_gap is not None and tree.num_nodes > 1 and not last_only
+
+    def _feeds(self, tree: TokenTree, row_M: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns what a run over the tree reads, for the logits of the rows `row_M`."""
+        feeds = self._cache.place(tree.parent_N)
+        feeds["input_ids"] = tree.token_N[None]
+        feeds["logit_rows"] = row_M
+        return feeds
+
+
+Asked = tuple[TokenTree, Wants, bool]  # the arguments of Target.verify
+
+
+class SharedPasses(Protocol):
+    """Runs one pass for several targets, see backends.lanes.LanePasses; at most `max_lanes`."""
+
+    max_lanes: int
+
+    def run(
+        self,
+        lanes: Sequence[Backend],
+        feeds: Sequence[Mapping[str, np.ndarray]],
+        outputs: Sequence[str],
+    ) -> list[dict[str, np.ndarray]]: ...
+
+
+def verify_together(
+    passes: SharedPasses | None, targets: Sequence[Target], asked: Sequence[Asked]
+) -> list[Verified]:
+    """Returns what each target's `verify` would, of one pass over all of their trees.
+
+    What is returned is valid until the next pass. A single target runs by itself.
+    """
+    if passes is None or len(targets) == 1:
+        assert len(targets) == 1, "nothing runs their pass"
+        return [targets[0].verify(*asked[0])]
+    begin = time.perf_counter()
+    names = list(dict.fromkeys(name for _, wants, _ in asked for name in wants.features))
+    feeds = [
+        target._feeds(tree, target._rows(tree.num_nodes, last_only))
+        for target, (tree, _, last_only) in zip(targets, asked, strict=True)
+    ]
+    backends = [target._backend for target in targets]
+    outputs = passes.run(backends, feeds, ["logits", *names])
+    seconds = time.perf_counter() - begin
+    verified = []
+    for target, (tree, wants, last_only), found in zip(targets, asked, outputs, strict=True):
+        target.run_seconds += seconds  # it waited for the others
+        parts = [found[name] for name in wants.features]
+        if target._is_strict(tree, last_only):
+            verified.append(StrictVerified(found["logits"], parts, tree, target))
+        else:
+            verified.append(Verified(found["logits"], parts, tree))
+    return verified

@@ -19,7 +19,7 @@ from spec_runtime.bundle.manifest import (
     TensorSpec,
     TokenizerInfo,
 )
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine, ManyAnswers, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.proposers.base import PlainProposer, Proposer
@@ -122,6 +122,9 @@ class ToyOpener:
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         proposer: Proposer = PlainProposer() if name == "none" else MergedProposer(PlainProposer())
         return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
+
+    def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers:
+        raise AssertionError("not asked for")
 
 
 def toy_engine(drafter: str | None = None) -> Engine:

@@ -55,6 +55,8 @@ class BuildOptions:
     the graph itself finds the argmax and the largest logits.
     fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
     drafter_precision: of the drafters' weights on a CPU, fp32, int8 or int4, see `precision_of`.
+    lanes: how many conversations one pass of the target takes on a CPU, up to 8, see
+    graphs/lanes.py; 1 leaves those graphs out.
 
     Raises UserError for an unknown name or a combination that cannot be built.
     """
@@ -73,6 +75,7 @@ class BuildOptions:
     fuse: bool = False
     drafter_precision: str | None = None
     base: str | None = None
+    lanes: int = bundles.MAX_LANES
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.target_precision, PRECISIONS)
@@ -86,6 +89,8 @@ class BuildOptions:
         self._require_device_fits()
         self._require_precision_fits()
         self._require_drafter_precision_fits()
+        if not 1 <= self.lanes <= bundles.MAX_LANES:
+            raise UserError(f"got {self.lanes} lanes, expected 1 to {bundles.MAX_LANES}")
         for name in self.drafters:
             _require_one_of("drafter", name, [*drafter_files.trainable(), *BUILT_IN])
         alone = self.trained_drafters in ([], ["draft_model"]) and not self.drafter_checkpoints
@@ -98,6 +103,12 @@ class BuildOptions:
                 f"got fuse with the {self.graph_form} form, expected slots: leave out --fuse or "
                 "the form"
             )
+
+    @property
+    def lane_numbers(self) -> range:
+        """For how many lanes each there is a graph of the target."""
+        has_lanes = self.graph_form == "slots" and not self.is_for_gpu
+        return range(2, self.lanes + 1 if has_lanes else 2)
 
     def _require_device_fits(self) -> None:
         if self.device == "cuda" and self.target_precision in CPU_PRECISIONS:

@@ -12,10 +12,11 @@ from spec_export.bundling.options import BuildOptions
 from spec_export.graphs import tensorrt, trace
 from spec_export.graphs.fused_step import fuse
 from spec_export.graphs.half import narrow
+from spec_export.graphs.lanes import to_lanes
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import has_sinks, to_slots
-from spec_runtime.bundle.manifest import DrafterInfo, Graph, TensorSpec, fused_name
+from spec_runtime.bundle.manifest import DrafterInfo, Graph, TensorSpec, fused_name, lanes_name
 from spec_runtime.proposers.heads import mask_input_ids
 
 TARGET = "target/target.onnx"
@@ -71,6 +72,16 @@ class GraphWriter:
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)
         return replace(graph, attention=self.attention) if has_cache else graph
+
+    def write_lanes(self, target: Graph, num_lanes: int) -> Graph | None:
+        """Makes of the target's graph one for this many lanes, and saves it beside it, without
+        weights of its own; returns None if it cannot be made."""
+        model = to_lanes(ir.load(self.folder / target.file), num_lanes)
+        if model is None:
+            return None
+        file = f"target/{lanes_name(num_lanes)}.onnx"
+        graph = save_graph(model, "slots", self.folder, file, (target,))
+        return replace(graph, attention=target.attention)
 
     def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
         """Makes the fused step of this drafter from the graphs written, and saves it.

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from spec_export.cli.options import Backend, Base, Device, Form, Model, Precision, require_model
+from spec_runtime.bundle.manifest import MAX_LANES
 
 DRAFTERS, MACHINE, GRAPHS = "Drafters", "Where the bundle will run", "How graphs are made"
 
@@ -112,6 +113,17 @@ Fuse = Annotated[
     ),
 ]
 
+Lanes = Annotated[
+    int,
+    typer.Option(
+        "--lanes",
+        min=1,
+        max=MAX_LANES,
+        help="Conversations that one pass takes together on a CPU; 1 leaves these graphs out",
+        rich_help_panel=GRAPHS,
+    ),
+]
+
 
 def command(
     model: Model = None,
@@ -128,6 +140,7 @@ def command(
     compute_capability: ComputeCapabilities = None,
     form: GraphForm = Form.slots,
     fuse: Fuse = False,
+    lanes: Lanes = MAX_LANES,
 ) -> None:
     """Build a bundle: the target's and its drafters' graphs, the tokenizer and a manifest.
 
@@ -150,6 +163,7 @@ def command(
         compute_capabilities=compute_capability or (),
         device=device.value,
         fuse=fuse,
+        lanes=lanes,
     )
     options.require_files()  # before torch is imported
 

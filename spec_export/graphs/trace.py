@@ -249,18 +249,25 @@ def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:
     These are graphs in the same folder. Weights that they have stay only in their files; the
     others go to the .bin file of this graph. The model's tensors become references to these files.
     """
+    assert all(lender.parent == path.parent for lender in lenders), "it reads no other folder"
+    there = [
+        value.const_value
+        for lender in lenders
+        for value in ir.load(lender).graph.initializers.values()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    ]
+    files = {tensor.path for tensor in there}
     lent: dict[tuple[object, ...], ir.ExternalTensor] = {}
-    for lender in lenders:
-        assert lender.parent == path.parent, "ONNX Runtime reads no weights outside of the folder"
-        for value in ir.load(lender).graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                lent[_content(value.const_value)] = value.const_value
     own = []
     for value in model.graph.initializers.values():
         tensor = value.const_value
         assert tensor is not None, value.name
         if tensor.nbytes <= SMALL_BYTES:
             continue
+        if isinstance(tensor, ir.ExternalTensor) and tensor.path in files:
+            continue
+        if not lent:
+            lent = {_content(each): each for each in there}
         found = lent.get(_content(tensor))
         if found is None:
             own.append(value)

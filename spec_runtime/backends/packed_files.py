@@ -4,7 +4,7 @@ ONNX Runtime copies most weights into a layout of its own when it opens a graph:
 them again. Written to a file once, that layout is mapped read-only instead, so that processes share
 one copy, and opening is faster. The files lie in the user's cache folder, about twice as large as
 the bundle's. They are named by the hashes of graph and weights, so that no other bundle's are ever
-taken, and their own hashes lie beside them.
+taken, and their own hashes lie beside them. Graphs of one target share one file of weights.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _make(
                     if sha256(file) != expected:
                         raise UserError(f"{file.name} has not the hash that the manifest lists")
                 write(new)
-                _seal(new, {file.name: sha256(file) for file in new.iterdir()})
+                hashes_there = {file.name: sha256(file) for file in new.iterdir()}
+                _share_weights(new, hashes_there.get(WEIGHTS))
+                _seal(new, hashes_there)
             give_back_memory()
         except LockedError:
             if time.monotonic() > end:
@@ -112,6 +114,23 @@ def _seal(folder: Path, hashes: dict[str, str]) -> None:
     """Writes the hashes of the files in `folder`, and their states, beside them."""
     states = {name: file_state(folder / name) for name in hashes}
     write_atomically(folder / SEAL, json.dumps({"hashes": hashes, "states": states}))
+
+
+def _share_weights(new: Path, wanted: str | None) -> None:
+    """Has the folder `new` share its weights with those beside it that hold the same bytes: graphs
+    of one target for several numbers of lanes do. `wanted` is their hash, None for no weights."""
+    same = []
+    for folder in new.parent.iterdir():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            hashes = json.loads((folder / SEAL).read_bytes())["hashes"]
+            if hashes.get(WEIGHTS) == wanted is not None and _is_whole(folder):
+                same.append((folder, hashes))
+    if same:
+        with suppress(OSError):  # a file system without links
+            os.link(same[0][0] / WEIGHTS, new / f"{WEIGHTS}.link")
+            os.replace(new / f"{WEIGHTS}.link", new / WEIGHTS)
+    for folder, hashes in same:
+        _seal(folder, hashes)  # a link counts as a change
 
 
 def _is_whole(folder: Path) -> bool:

@@ -353,6 +353,10 @@ BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
 SAMPLING = "sampling"  # names the graph that finds the largest logits, on a device
 DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
+# The most conversations that a pass takes together, where a bundle has graphs for that, and the
+# input of such a graph that says how many rows each has, see spec_export/graphs/lanes.py.
+MAX_LANES = 8
+LANE_ROWS = "lane_rows"
 
 
 def is_feature(output: str) -> bool:
@@ -374,6 +378,16 @@ def feature_widths(target: Graph) -> dict[str, int]:
 def fused_name(drafter: str) -> str:
     """Names this drafter's fused step among the manifest's graphs (graphs/fused_step.py)."""
     return f"{drafter}-fused"
+
+
+def lanes_name(num_lanes: int) -> str:
+    """Names the graph for this many lanes among the manifest's graphs."""
+    return f"target-lanes{num_lanes}"
+
+
+def lane_name(name: str, lane: int) -> str:
+    """Names what a lane has in place of an input, output or free axis of the target's graph."""
+    return f"{name}.lane{lane}"
 
 
 def read(path: str | Path, verify: bool = True) -> Bundle:

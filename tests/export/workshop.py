@@ -137,6 +137,7 @@ class Workshop:
         """Builds a bundle with these trained drafters. `options` are those of the build."""
         checkpoints = [self.drafter(name) for name in names]
         known: dict[str, Any] = {"model": str(self.llama()), "drafter_checkpoints": checkpoints}
+        known["lanes"] = 1
         return make_bundle.build(BuildOptions(**known | {"out": out} | options), report)
 
     def _bundle(self, drafter: str, precision: str) -> Path:

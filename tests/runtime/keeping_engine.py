@@ -11,7 +11,7 @@ from toy_engine import make_proposer
 
 from spec_runtime import Engine
 from spec_runtime.backends import RowBackend
-from spec_runtime.engine import OpenedDrafter
+from spec_runtime.engine import ManyAnswers, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.target import Target
 from spec_runtime.text.chat_template import ChatTemplate
@@ -37,6 +37,9 @@ class ToyOpener:
         self.bundle_hash = bundle_hash
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
+        raise AssertionError("not asked for")
+
+    def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers:
         raise AssertionError("not asked for")
 
 

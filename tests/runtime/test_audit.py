@@ -19,7 +19,7 @@ from toy_engine import make_proposer, random_prompt
 import spec_runtime
 from spec_runtime import generate
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine, ManyAnswers, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.measure import audit, distribution_test, quality
 from spec_runtime.measure.prompts import BenchPrompt
@@ -79,6 +79,9 @@ def make_engine(
             name = name or drafter
             proposer = make_proposer(name, backend, backend.form)
             return OpenedDrafter(name, proposer, budget or Budget(8))
+
+        def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers:
+            raise AssertionError("not asked for")
 
     opener = ToyOpener()
     return Engine(target, ByteTokenizer(), opener.open(None, None), opener)

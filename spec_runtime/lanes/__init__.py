@@ -1,0 +1,1 @@
+"""Decodes several conversations together: a lane for each, and passes that all share."""

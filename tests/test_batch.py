@@ -1,0 +1,162 @@
+"""Tests that calls which are decoded together get what each gets by itself: with every drafter,
+greedy and seeded, whatever joins and leaves."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+from contract import PROMPTS
+from tiny_target import save_llama
+from workshop import FluentWorkshop
+
+import spec_runtime
+from spec_export import drafters, make_bundle
+from spec_export.make_bundle import BuildOptions
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.requests.options import CallOptions
+
+DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
+SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 5}]
+# Five calls on three lanes: two begin where others have ended.
+MANY = [*PROMPTS, "say abc, 3 say"]
+NUM_LANES = 3
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(fluent: FluentWorkshop) -> Path:
+    """Returns an fp32 bundle with every drafter and graphs for up to three lanes."""
+    out = fluent.folder / "bundles" / "lanes"
+    return fluent.build(out, *drafters.trainable(), drafter_precision="fp32", lanes=NUM_LANES)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_each_answer_is_the_one_it_gets_by_itself(
+    folder: Path, name: str, sampling: CallOptions
+) -> None:
+    engine = spec_runtime.load(folder, name, threads=1)
+    options: CallOptions = {"max_new_tokens": 40, "ignore_eos": True, **sampling}
+    alone = [engine.generate(prompt, **options) for prompt in MANY]
+    together = engine.generate_many(MANY, parallel=NUM_LANES, **options)
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert [each.text for each in together] == [each.text for each in alone]
+    assert together[0].stats.accepted_length > 1 or name == "none"
+
+
+def test_calls_of_all_kinds_join_and_leave_at_any_time(folder: Path) -> None:
+    """Some end early, by stop strings, limits and events; some before they begin."""
+    engine = spec_runtime.load(folder, "parallelspec", threads=1)
+    rng = random.Random(0)
+    calls, expected = [], []
+    for i in range(24):
+        prompt = rng.choice(MANY)
+        options: dict[str, Any] = {"max_new_tokens": rng.choice([1, 5, 17, 40])}
+        if i % 3 == 0:
+            options |= {"temperature": 0.7, "seed": i}
+        if i % 4 == 1:
+            options["stop"] = "a"
+        if i % 5 == 2:
+            options["logprobs"] = 2
+        if i % 8 == 3:
+            options["presence_penalty"] = 0.5
+        expected.append(engine.generate(prompt, **options))
+        if i % 6 == 5:
+            event = threading.Event()
+            event.set()
+            options["cancel"] = event
+        calls.append(engine.prepare(prompt, **options))
+    batch = engine.open_batch(NUM_LANES)
+    results: dict[int, Any] = {}
+    texts = [""] * len(calls)
+    for number, chunk in batch.answer(calls):
+        texts[number] += chunk.text
+        if chunk.result is not None:
+            results[number] = chunk.result
+    assert sorted(results) == list(range(len(calls)))
+    for i, result in results.items():
+        assert texts[i] == result.text
+        if i % 6 == 5:
+            assert (result.finish_reason, result.token_ids) == ("cancelled", [])
+        else:
+            assert result.token_ids == expected[i].token_ids, i
+            assert result.finish_reason == expected[i].finish_reason
+    assert batch.num_rows > 2 * batch.num_passes  # they did share passes
+
+
+def test_a_batch_that_is_left_can_be_used_again(folder: Path) -> None:
+    engine = spec_runtime.load(folder, "eagle", threads=1)
+    options: CallOptions = {"max_new_tokens": 30, "ignore_eos": True}
+    expected = [engine.generate(prompt, **options).token_ids for prompt in MANY]
+    batch = engine.open_batch(NUM_LANES)
+    for length in (0, 1, 7):
+        answers = batch.answer([engine.prepare(prompt, **options) for prompt in MANY])
+        for _ in range(length):
+            next(answers)
+        answers.close()
+        many = engine.generate_many(MANY, parallel=NUM_LANES, **options)
+        assert [each.token_ids for each in many] == expected
+    assert engine.generate(MANY[0], **options).token_ids == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("ministral", WINDOW | {"head_dim": 8}),
+        ("gpt_oss", EXPERTS | {"sliding_window": 8, "head_dim": 8}),
+        ("gemma3_text", WINDOW | {"head_dim": 8}),
+        ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 24}),
+        ("ministral3", {"head_dim": 8}),
+    ],
+)
+def test_windows_sinks_and_experts_have_lanes(
+    tmp_path: Path, family: str, sizes: dict[str, Any]
+) -> None:
+    model = save_llama(tmp_path / "model", family=family, **sizes)
+    options = BuildOptions(str(model), ["prompt_lookup"], out=tmp_path / "bundle", lanes=2)
+    engine = spec_runtime.load(make_bundle.build(options), threads=1)
+    assert bundles.lanes_name(2) in bundles.read(tmp_path / "bundle").manifest.graphs
+    for sampling in SAMPLING:
+        asked: CallOptions = {"max_new_tokens": 40, "ignore_eos": True, **sampling}
+        together = engine.generate_many(MANY, parallel=2, **asked)
+        for prompt, each in zip(MANY, together, strict=True):
+            assert each.token_ids == engine.generate(prompt, **asked).token_ids
+
+
+def test_a_target_that_cannot_share_passes_runs_one_by_one(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+    model = save_llama(tmp_path / "model", family="lfm2", block_auto_adjust_ff_dim=False, **sizes)
+    options = BuildOptions(str(model), ["prompt_lookup"], out=tmp_path / "bundle", lanes=2)
+    engine = spec_runtime.load(make_bundle.build(options), threads=1)
+    assert [*bundles.read(tmp_path / "bundle").manifest.graphs] == ["target"]
+    together = engine.generate_many(MANY, parallel=2, max_new_tokens=20)
+    for prompt, each in zip(MANY, together, strict=True):
+        assert each.token_ids == engine.generate(prompt, max_new_tokens=20).token_ids
+
+
+def test_weights_lie_on_the_disk_once(folder: Path, tmp_path: Path) -> None:
+    engine = spec_runtime.load(folder, "none", threads=1, map_weights=True)
+    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=4)
+    files = list((tmp_path / "cache").rglob("weights.bin"))
+    assert len(files) == NUM_LANES  # of graphs for one, two and three lanes
+    assert len({file.stat().st_ino for file in files}) == 1
+
+
+@pytest.mark.parametrize("lanes", [0, 9])
+def test_too_many_lanes_are_refused(lanes: int) -> None:
+    with pytest.raises(spec_runtime.UserError, match=f"got {lanes} lanes, expected 1 to 8"):
+        BuildOptions(lanes=lanes)
