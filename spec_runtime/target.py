@@ -379,7 +379,7 @@ def verify_together(
     backends = [target._backend for target in targets]
     outputs = passes.run(backends, feeds, ["logits", *names])
     seconds = time.perf_counter() - begin
-    verified = []
+    verified: list[Verified] = []
     for target, (tree, wants, last_only), found in zip(targets, asked, outputs, strict=True):
         target.run_seconds += seconds  # it waited for the others
         parts = [found[name] for name in wants.features]

@@ -95,6 +95,21 @@ def test_other_weights_and_other_cpus_have_files_of_their_own(
     assert len(packed_folders(cache)) == 3
 
 
+def test_equal_weights_of_several_graphs_lie_on_the_disk_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    """Graphs for several numbers of lanes have them; here it is one graph for several CPUs."""
+    (tmp_path / "other").mkdir()
+    path, other = write(tmp_path, 2.0), write(tmp_path / "other", 3.0)
+    for cpu in ("one", "two", "three", "one"):
+        monkeypatch.setattr(packed_files, "cpu_model", lambda cpu=cpu: cpu)
+        assert (answer(path), answer(other)) == (2.0 * WIDTH, 3.0 * WIDTH)
+    files = [folder / WEIGHTS for folder in packed_folders(cache)]
+    assert len(files) == 6
+    assert len({file.stat().st_ino for file in files}) == 2
+    assert warnings.messages == []  # a link is no change that makes files be packed anew
+
+
 def test_who_comes_while_another_process_packs_waits(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
