@@ -84,7 +84,9 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
 def test_check_passes(workshop: Workshop, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)  # accepted length has no bound
     rows = check.run(str(workshop.llama()), folder, []).rows
-    assert [row.name for row in rows if not row.passed or row.skipped] == []
+    assert all(row.passed for row in rows)
+    # what is compared with drafters' own weights is asked for with their checkpoints
+    assert all(row.name.startswith("fused.") for row in rows if row.skipped)
     names = {row.name for row in rows}
     assert {"random trees", "permuted slots", "perplexity ratio"} <= names
     assert f"accepted, {DRAFTERS[0]}" in names

@@ -55,17 +55,14 @@ class Toy:
     def length(self) -> int:
         return len(self.text)
 
-    def prefill(
-        self, tokens: Sequence[int], features: bool, goes_on: Callable[[], bool]
-    ) -> tuple[Toy, None]:
-        self.text = [*tokens]
-        return self, None
-
     def top(self, node: int) -> None:
         """Whole rows alone."""
 
-    def verify(self, tree: TokenTree, features: bool) -> Toy:
-        self.tree = tree
+    def verify(self, tree: TokenTree, features: bool, last_only: bool) -> Toy:
+        if last_only:  # the whole prompt
+            self.text = []
+        self.tree = None if last_only else tree
+        self.chunk = tree
         return self
 
     def best(self, node: int) -> None:
@@ -78,9 +75,8 @@ class Toy:
         return self.logits_VVV[tokens[-2], tokens[-1]]
 
     def commit(self, kept: Any) -> None:
-        if isinstance(kept, list):  # the target's; the drafter's is a step
-            assert self.tree is not None
-            self.text += self.tree.token_N[kept].tolist()
+        if isinstance(kept, list | range):  # the target's; the drafter's is a step
+            self.text += self.chunk.token_N[kept].tolist()
 
     def start(self, prompt: Sequence[int], features_TF: None, reused: int) -> None:
         pass
