@@ -208,8 +208,9 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
     }
     for num_lanes in options.lane_numbers:
         lanes = writer.write_lanes(graphs["target"], num_lanes)
-        if lanes is not None:
-            graphs[bundles.lanes_name(num_lanes)] = lanes
+        if lanes is None:  # the number changes nothing in that
+            break
+        graphs[bundles.lanes_name(num_lanes)] = lanes
     if options.device == "cuda":
         logits = next(value for value in traced.graph.outputs if value.name == "logits")
         model, file = sampling_graph(fixed_size(logits, 1)), "target/sampling.onnx"
