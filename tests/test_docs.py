@@ -165,9 +165,6 @@ CLAIMS: dict[str, dict[str, list[tuple[str, str, float, float]]]] = {
             ("chose, of 3 nodes", "contenders.tuned.nodes", 2.5, 3.5),
         ],
     },
-    "docs/deploy/cpu.md": {
-        "threads-int8": [("on two CPUs", "cpus", 2, 2), ("range of five rounds", "rounds", 5, 5)],
-    },
     "docs/reliability.md": {
         "fuzz": [
             ("100,000 cases, no failure", "cases", 99_990, 100_010),

@@ -106,7 +106,6 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "GB": lambda megabytes: f"{megabytes / 1000:.1f}",
     "range": spread_text,
     "range.1f": lambda found: spread_text(found, ".1f"),
-    "range.0f": lambda found: spread_text(found, ".0f"),
     "each%": lambda shares: " ".join(f"{share:.1%}" for share in shares),
     "each": lambda numbers: ", ".join(f"{name} {each:.1f}" for name, each in numbers.items()),
     "same": lambda found: f"{found['identical']} of {found['prompts']}",
