@@ -217,15 +217,7 @@ class Drafter(HeadsDrafter):
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`; there are no mask
-        rows."""
-        return {
-            "inputs": "features+tokens",
-            "num_masks": 0,
-            "num_guesses": self.config.num_heads,
-            "mask_token_base": len(self.embed_VD),
-            "top_k": self.config.top_k,
-        }
+        return self.one_pass_config("features+tokens", 0, self.config.num_heads)
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True

@@ -49,12 +49,12 @@ from spec_export.drafters.layers import (
     TargetEnds,
     rotate,
 )
-from spec_export.drafters.losses import IGNORED
+from spec_export.drafters.losses import IGNORED, position_weights
 from spec_export.drafters.rollout import (
     FusedConfig,
     FusedDrafter,
     attend_groups,
-    choose_anchors,
+    choose_groups,
 )
 from spec_export.modules.attention import key_positions
 from spec_runtime.errors import UserError
@@ -223,23 +223,20 @@ class Drafter(FusedDrafter):
         assert batch.feature_BTF is not None, "DFlash reads taps"
         label_BRK = self.labels(batch, K)
         has_label_BR = label_BRK[..., 0] != IGNORED
-        anchor_BA, is_anchor_BA = choose_anchors(has_label_BR, config.anchor_fraction, generator)
-        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
-        label_BAK = label_BRK[row_B1, anchor_BA].masked_fill(~is_anchor_BA[..., None], IGNORED)
+        anchor_BA, label_BAK = choose_groups(
+            label_BRK, has_label_BR, config.anchor_fraction, generator
+        )
         b, a, k = (label_BAK != IGNORED).nonzero(as_tuple=True)
         before = anchor_BA[b, a] + 1 + k  # the position of the token before the guess
         out = self.output_rows(self.blocks(batch, anchor_BA)[b, a, k])
-        count_K = torch.bincount(k, minlength=K)
-        loss, is_top = self.cross_entropy(
+        return self.loss_of_guesses(
             self.scored(out, batch.token_BT[b, before]),
             label_BAK[b, a, k],
-            config.decay**k / count_K[k],
+            k,
+            position_weights(K, config.decay),
             batch.feature_BTF[b, before],
-            config.soft_weight,
             self.head_rows if self.trains_output_head else None,
         )
-        correct_K = torch.zeros_like(count_K).index_add_(0, k, is_top.long())
-        return loss, {"correct_K": correct_K, "count_K": count_K}
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:

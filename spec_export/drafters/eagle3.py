@@ -35,8 +35,8 @@ from spec_export.drafters.layers import (
     DecoderLayer,
     TargetEnds,
 )
-from spec_export.drafters.losses import IGNORED
-from spec_export.drafters.rollout import FusedConfig, FusedDrafter, equal_weights
+from spec_export.drafters.losses import IGNORED, position_weights
+from spec_export.drafters.rollout import FusedConfig, FusedDrafter
 from spec_runtime.errors import UserError
 
 
@@ -127,25 +127,19 @@ class Drafter(FusedDrafter):
         A guess's loss is a mean over the rows whose token is an answer's and in the draft
         vocabulary.
         """
-        config, feature_BTF = self.config, batch.feature_BTF
-        assert feature_BTF is not None, "EAGLE-3 reads taps"
-        label_BRK = self.labels(batch, self.trained_levels)
-        total, correct, count = feature_BTF.new_zeros((), dtype=torch.float32), [], []
-        for k, level in enumerate(self.levels(batch, self.trained_levels)):
-            b, t = (label_BRK[..., k] != IGNORED).nonzero(as_tuple=True)
-            rows, wanted_RF = self.output_rows(level[b, t]), feature_BTF[b, t + 1 + k]
-            loss, is_top_R = self.cross_entropy(
-                rows,
-                label_BRK[b, t, k],
-                equal_weights(rows),
-                wanted_RF,
-                config.soft_weight,
-                self.head,
-            )
-            total = total + config.decay**k * loss
-            correct.append(is_top_R.sum())
-            count.append(torch.tensor(len(b), device=b.device))
-        return total, {"correct_K": torch.stack(correct), "count_K": torch.stack(count)}
+        K = self.trained_levels
+        assert batch.feature_BTF is not None, "EAGLE-3 reads taps"
+        label_BRK = self.labels(batch, K)
+        b, t, k = (label_BRK != IGNORED).nonzero(as_tuple=True)
+        rows_BRKD = torch.stack(self.levels(batch, K), 2)
+        return self.loss_of_guesses(
+            self.output_rows(rows_BRKD[b, t, k]),
+            label_BRK[b, t, k],
+            k,
+            position_weights(K, self.config.decay),
+            batch.feature_BTF[b, t + 1 + k],
+            self.head,
+        )
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:

@@ -194,6 +194,29 @@ class DrafterBase(nn.Module):
             rows_RD, head_VD, label_R, weight_R, teacher_RD, frozen_VD, soft_weight, bias_V
         )
 
+    def loss_of_guesses(
+        self,
+        rows_RD: Tensor,
+        label_R: Tensor,
+        k_R: Tensor,
+        weight_K: Tensor,
+        target_RF: Tensor,
+        head_VD: Tensor | None = None,
+        bias_V: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns Σ_k weight_k · the mean cross-entropy of guess k's rows, f32 scalar, and each
+        guess's top-1 hits `correct_K` and rows `count_K`, i64[K].
+
+        k_R i64[R] says which guess a row makes; for the rest see `cross_entropy`.
+        """
+        count_K = torch.bincount(k_R, minlength=len(weight_K))
+        weight_R = (weight_K.to(count_K.device) / count_K.clamp(min=1))[k_R]
+        loss, is_top_R = self.cross_entropy(
+            rows_RD, label_R, weight_R, target_RF, self.config.soft_weight, head_VD, bias_V
+        )
+        correct_K = torch.zeros_like(count_K).index_add_(0, k_R, is_top_R.long())
+        return loss, {"correct_K": correct_K, "count_K": count_K}
+
     def labels(self, batch: Batch, num_guesses: int) -> Tensor:
         """Returns draft-vocabulary labels i64[B, T-1, K]: guess k of row t is token t + 2 + k.
 
@@ -283,6 +306,17 @@ class DrafterBase(nn.Module):
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the proposer reads, as JSON values."""
         return level_config(self.config)
+
+    def one_pass_config(self, inputs: str, num_masks: int, num_guesses: int) -> dict[str, Any]:
+        """Returns what the proposer of rows with masks behind them reads, as JSON values: see
+        `spec_runtime/proposers/heads.py`."""
+        return {
+            "inputs": inputs,
+            "num_masks": num_masks,
+            "num_guesses": num_guesses,
+            "mask_token_base": len(self.embed_VD),
+            "top_k": self.config.top_k,
+        }
 
     def output_names(self) -> list[str]:
         """Returns the names of a graph's guesses, and with a table of bigrams of their pairs."""

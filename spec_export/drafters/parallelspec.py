@@ -402,17 +402,10 @@ class Drafter(DrafterBase):
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
-        return {
-            "inputs": self.config.inputs,
-            "mask_feature": self.config.mask_feature,
-            "num_masks": self.config.num_masks,
-            "num_guesses": self.config.num_masks + 1,
-            "mask_token_base": len(self.embed_VD),
-            "style": self.config.style,
-            "top_k": self.config.top_k,
-            **({"mask_reads_token": True} if self.config.mask_reads_token else {}),
-        }
+        config = self.config
+        own = self.one_pass_config(config.inputs, config.num_masks, config.num_masks + 1)
+        own |= {"mask_feature": config.mask_feature, "style": config.style}
+        return own | ({"mask_reads_token": True} if config.mask_reads_token else {})
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, AtLeastZero, NoTaps, Share
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds, export_cached
-from spec_export.drafters.losses import IGNORED
-from spec_export.drafters.rollout import choose_anchors, equal_weights
+from spec_export.drafters.losses import IGNORED, position_weights
+from spec_export.drafters.rollout import choose_groups
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import Checked, brief
 
@@ -137,25 +137,21 @@ class Drafter(DrafterBase):
         A guess's loss is a mean over the chosen groups whose token is an answer's and in the draft
         vocabulary. Groups are those of a random `anchor_fraction` of the labelled rows.
         """
-        config, feature_BTF = self.config, batch.feature_BTF
-        assert feature_BTF is not None, "the labels may be the target's"
-        label_BRK = self.labels(batch, config.num_guesses)
-        anchor_BA, is_anchor_BA = choose_anchors(
-            (label_BRK != IGNORED).any(-1), config.anchor_fraction, generator
+        config, K = self.config, self.config.num_guesses
+        assert batch.feature_BTF is not None, "the labels may be the target's"
+        label_BRK = self.labels(batch, K)
+        anchor_BA, label_BAK = choose_groups(
+            label_BRK, (label_BRK != IGNORED).any(-1), config.anchor_fraction, generator
         )
-        rows_BAKd = self.group_rows(batch.token_BT, anchor_BA)
-        total, correct, count = feature_BTF.new_zeros((), dtype=torch.float32), [], []
-        for k in range(config.num_guesses):
-            label_BA = label_BRK[..., k].gather(1, anchor_BA)
-            b, a = (is_anchor_BA & (label_BA != IGNORED)).nonzero(as_tuple=True)
-            rows, wanted_RF = rows_BAKd[b, a, k], feature_BTF[b, anchor_BA[b, a] + 1 + k]
-            loss, is_top_R = self.cross_entropy(
-                rows, label_BA[b, a], equal_weights(rows), wanted_RF, config.soft_weight, self.head
-            )
-            total = total + config.decay**k * loss
-            correct.append(is_top_R.sum())
-            count.append(torch.tensor(len(b), device=b.device))
-        return total, {"correct_K": torch.stack(correct), "count_K": torch.stack(count)}
+        b, a, k = (label_BAK != IGNORED).nonzero(as_tuple=True)
+        return self.loss_of_guesses(
+            self.group_rows(batch.token_BT, anchor_BA)[b, a, k],
+            label_BAK[b, a, k],
+            k,
+            position_weights(K, config.decay),
+            batch.feature_BTF[b, anchor_BA[b, a] + 1 + k],
+            self.head,
+        )
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
@@ -168,15 +164,8 @@ class Drafter(DrafterBase):
         return self.top_guesses(rows, lambda hidden: hidden, top_k, self.head)
 
     def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
-        return {
-            "inputs": "tokens",
-            "first_token": 0,
-            "num_masks": self.config.num_masks,
-            "num_guesses": self.config.num_guesses,
-            "mask_token_base": len(self.embed_VD),
-            "top_k": self.config.top_k,
-        }
+        own = self.one_pass_config("tokens", self.config.num_masks, self.config.num_guesses)
+        return own | {"first_token": 0}
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True

@@ -85,14 +85,8 @@ class Drafter(eagle3.Drafter):
         return self.mask_feature().to(predicted.dtype).expand_as(predicted)
 
     def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
-        return {
-            "inputs": "features+tokens",
-            "num_masks": self.config.num_masks,
-            "num_guesses": self.config.num_guesses,
-            "mask_token_base": len(self.embed_VD),
-            "top_k": self.config.top_k,
-        }
+        config = self.config
+        return self.one_pass_config("features+tokens", config.num_masks, config.num_guesses)
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True

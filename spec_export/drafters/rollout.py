@@ -28,6 +28,7 @@ from spec_export.drafters.layers import (
     export_cached,
     rotate,
 )
+from spec_export.drafters.losses import IGNORED
 from spec_export.modules.fusion import Fusion
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import Checked
@@ -327,3 +328,13 @@ def choose_anchors(
     A = max(int(num_B.max()), 1)
     anchor_BA = score.topk(A, dim=1).indices
     return anchor_BA, torch.arange(A, device=num_B.device) < num_B[:, None]
+
+
+def choose_groups(
+    label_BRK: Tensor, has_label_BR: Tensor, fraction: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Returns what `choose_anchors` does, with the labels i64[B, A, K] of the anchors' groups in
+    place of its mask: IGNORED where the index is padding."""
+    anchor_BA, is_anchor_BA = choose_anchors(has_label_BR, fraction, generator)
+    label_BAK = label_BRK.gather(1, anchor_BA[..., None].expand(-1, -1, label_BRK.shape[-1]))
+    return anchor_BA, label_BAK.masked_fill(~is_anchor_BA[..., None], IGNORED)

@@ -141,16 +141,13 @@ class SequentialDrafter(DrafterBase):
         rows_RK = self.path_rows(self.context(batch)[b, t], self.paths(batch)[b, t])
         label_RK = label_BRK[b, t]
         row, k = (label_RK != IGNORED).nonzero(as_tuple=True)
-        label = label_RK[row, k]
-        count_K = torch.bincount(k, minlength=self.config.num_guesses)
         assert batch.feature_BTF is not None, "no features"
         # the target's own row for that guess: guess k of row t is what position t+1+k predicts
         target = batch.feature_BTF[b[row], t[row] + 1 + k]
-        weight = (1 / count_K.clamp(min=1))[k]
-        soft, trained = self.config.soft_weight, self.trained_head() or ()
-        loss, is_top = self.cross_entropy(rows_RK[row, k], label, weight, target, soft, *trained)
-        correct_K = torch.zeros_like(count_K).index_add_(0, k, is_top.long())
-        return loss, {"correct_K": correct_K, "count_K": count_K}
+        weight_K, trained = torch.ones(self.config.num_guesses), self.trained_head() or ()
+        return self.loss_of_guesses(
+            rows_RK[row, k], label_RK[row, k], k, weight_K, target, *trained
+        )
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:

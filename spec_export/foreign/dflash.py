@@ -16,7 +16,6 @@ from torch import Tensor
 
 from spec_export.decoder import Backbone
 from spec_export.deferred import real
-from spec_export.foreign.eagle3 import take_embedding, take_head
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.foreign.parts import (
     layer_sizes,
@@ -25,7 +24,9 @@ from spec_export.foreign.parts import (
     require_nothing_given,
     rotary_parameters,
     sliding_layers,
+    take_embedding,
     take_fc,
+    take_head,
     take_layer,
     unsupported,
     with_defaults,

@@ -1,4 +1,5 @@
-"""Reads what the forms of several drafters have in common: decoder layers and rotary parameters."""
+"""Reads what the forms of several drafters have in common: fc, embedding, head, decoder layers and
+rotary parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_export.decoder import DecoderConfig
+from spec_export.decoder import Backbone, DecoderConfig
+from spec_export.deferred import real
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
@@ -129,6 +131,81 @@ def moved_taps(taps: Collection[int], num_layers: int) -> dict[str, dict[str, An
         for moved in every
         if min(moved) >= 0 and max(moved) <= num_layers
     }
+
+
+def take_embedding(
+    folder: ForeignFolder, backbone: Backbone, D: int, state: dict[str, Tensor], found: Reading
+) -> bool:
+    """Takes the embedding and returns whether it is another one than what ours borrow."""
+    table = backbone.embedding
+    theirs = real(table.weight).float()
+    if "embed_tokens.weight" in folder.tensors:
+        own = folder.take("embed_tokens.weight")[: len(theirs)]
+        if len(own) < len(theirs):
+            raise UserError(
+                f"{folder.path}: got an embedding of {len(own)} tokens, expected the target's "
+                f"{len(theirs)}: it was trained for another target"
+            )
+    else:
+        own = theirs
+    if own.shape != (len(theirs), D):
+        raise UserError(
+            f"{folder.path}: got embedding rows of {own.shape[1]}, expected hidden size {D}"
+        )
+    is_targets = table.embedding_scale == 1 and torch.equal(own, theirs)
+    found.said.append("the target's embedding" if is_targets else "an embedding of its own")
+    if not is_targets:
+        state["embedding"] = own
+    return not is_targets
+
+
+def take_head(
+    folder: ForeignFolder, backbone: Backbone, D: int, state: dict[str, Tensor], found: Reading
+) -> Tensor | None:
+    """Takes the head, the target's where the file has none, and returns the tokens of its rows."""
+    V = backbone.config.vocab_size
+    maps = [folder.tensors.pop(name, None) for name in ("d2t", "draft_id_to_target_id")]
+    offset = next((each for each in maps if each is not None), None)
+    head = folder.take("lm_head.weight") if "lm_head.weight" in folder.tensors else None
+    if offset is None:
+        ids = None
+        if head is None:
+            head = real(backbone.head.weight).float()
+        elif len(head) < V:
+            ids = torch.arange(len(head))
+        head = head[:V]
+    else:
+        ids = _draft_ids(offset, V, folder)
+        if head is None:
+            head = real(backbone.head.weight).float()[ids]
+        shown = folder.tensors.get("t2d")
+        if shown is not None and not (
+            shown.dim() == 1
+            and len(shown) > int(ids[-1])
+            and int(shown.sum()) == len(ids)
+            and bool(shown[ids].all())
+        ):
+            raise UserError(f"{folder.path}: got maps d2t and t2d of different tokens")
+    if head.shape != (V if ids is None else len(ids), D):
+        raise UserError(
+            f"{folder.path}: got a head of shape {list(head.shape)}, expected "
+            f"{[V if ids is None else len(ids), D]}"
+        )
+    found.said.append(f"{len(head)} of {V} tokens")
+    state["head"] = head
+    return ids
+
+
+def _draft_ids(map_D: Tensor, V: int, folder: ForeignFolder) -> Tensor:
+    """Returns the target's ids of a draft vocabulary, from offsets or from the ids themselves."""
+    known = [torch.arange(map_D.numel()) + map_D.long(), map_D.long()] if map_D.dim() == 1 else []
+    for ids in known:
+        if len(ids) and int(ids[0]) >= 0 and int(ids[-1]) < V and bool((ids.diff() > 0).all()):
+            return ids
+    raise UserError(
+        f"{folder.path}: got a map d2t that is neither offsets nor rising ids below {V}, the "
+        "target's tokens: it was trained for another target"
+    )
 
 
 def layer_names(i: int, norms: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
