@@ -32,7 +32,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.base import Drafting, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import AlongTruth, Budget
 from spec_runtime.trees.tree import TokenTree
@@ -53,9 +53,9 @@ class _TreeRecorder(ProposerWrapper):
         self.trees: list[TokenTree] = []
         self._budget_at = budget_at
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         budget = self._budget_at(len(self.trees), budget)
-        self.trees.append(super().propose(token, budget))
+        self.trees.append((yield from super().drafting(token, budget)))
         return TokenTree.root(token)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
+from spec_runtime.backends import GraphRun, run_at_once
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.row_store import RestoredRows
@@ -33,19 +34,32 @@ WAITS = Step([], num_accepted=0)  # stands for no step: the generation waits at 
 
 @dataclass
 class Gate:
-    """Where a generation waits for a pass that it shares with others.
+    """Where a generation waits for runs that it shares with others.
 
-    `asked` is what it wants of the pass while it waits: a tree of at most `max_rows` nodes, or
-    `chunk_rows` tokens of its prompt. Whoever runs the pass sets `verified`.
+    `drafting` is the run of its drafter that it waits for, or None. `asked` is what it wants of the
+    target's pass while it waits for that: a tree of at most `max_rows` nodes, or `chunk_rows`
+    tokens of its prompt. Whoever runs the pass sets `verified`.
     """
 
     max_rows: int = PREFILL_ROWS
     chunk_rows: int = PREFILL_ROWS
+    drafting: GraphRun | None = None
     asked: Asked | None = None
     verified: Verified | None = None
 
-    def pass_through(self) -> Verified:
-        """Returns what the pass said of what was asked."""
+    def verify(
+        self, proposing: Generator[GraphRun, None, Asked]
+    ) -> Generator[Step, None, Verified]:
+        """Yields WAITS for each run of the drafter and for the pass; returns what the pass said."""
+        try:
+            while True:
+                self.drafting = next(proposing)
+                yield WAITS
+        except StopIteration as end:
+            self.asked = end.value
+        finally:
+            self.drafting = None
+        yield WAITS
         verified, self.asked, self.verified = self.verified, None, None
         assert verified is not None, "no pass was run"
         return verified
@@ -82,17 +96,16 @@ def generate(run: Generation) -> Generator[Step, None, None]:
 
     Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet. The
     loop goes on from the last of `run.tokens`, also where somebody else committed further steps
-    while it waited. With a gate it yields WAITS before each pass, which somebody else runs. Raises
-    Interrupted if `run.ending` says stop within the prompt.
+    while it waited. With a gate it yields WAITS before each pass and each run of the drafter, which
+    somebody else runs. Raises Interrupted if `run.ending` says stop within the prompt.
     """
     decoding, gate = Decoding(run), run.gate
     while decoding.goes_on():
         if gate is None:
-            verified = run.target.verify(*decoding.propose())
+            verified = run.target.verify(*run_at_once(decoding.proposing()))
         else:
-            gate.asked = decoding.propose(gate.max_rows, gate.chunk_rows)
-            yield WAITS
-            verified = gate.pass_through()
+            proposing = decoding.proposing(gate.max_rows, gate.chunk_rows)
+            verified = yield from gate.verify(proposing)
         step = decoding.accept(verified)
         if step is not None:
             yield step
@@ -101,8 +114,8 @@ def generate(run: Generation) -> Generator[Step, None, None]:
 class Decoding:
     """Takes a generation from one pass of the target to the next, whoever runs the pass.
 
-    `propose` says what the pass has to compute: a chunk of the prompt until all of it is read, and
-    then a draft. `accept` takes in what the target says of it. Between the two nothing is
+    `proposing` says what the pass has to compute: a chunk of the prompt until all of it is read,
+    and then a draft. `accept` takes in what the target says of it. Between the two nothing is
     committed.
     """
 
@@ -131,9 +144,12 @@ class Decoding:
             raise Interrupted
         return goes_on
 
-    def propose(self, max_rows: int = PREFILL_ROWS, chunk_rows: int = PREFILL_ROWS) -> Asked:
-        """Returns the arguments of `Target.verify` for the next pass: a tree of at most `max_rows`
-        nodes, or while the prompt is read, up to `chunk_rows` of its tokens."""
+    def proposing(
+        self, max_rows: int = PREFILL_ROWS, chunk_rows: int = PREFILL_ROWS
+    ) -> Generator[GraphRun, None, Asked]:
+        """Yields the drafter's runs and returns the arguments of `Target.verify` for the next pass:
+        a tree of at most `max_rows` nodes, or while the prompt is read, up to `chunk_rows` of its
+        tokens."""
         run, target = self._run, self._run.target
         self._clock.start()
         if self.is_reading:
@@ -143,7 +159,7 @@ class Decoding:
         limited = self._budget.within(run.ending.remaining - 1).rooted_at(target.length)
         if max_rows < limited.max_nodes:
             limited = replace(limited, max_nodes=max_rows)
-        self._tree = run.proposer.propose(run.tokens[-1], limited)
+        self._tree = yield from run.proposer.drafting(run.tokens[-1], limited)
         self._clock.lap("draft")
         return self._tree, self._wants, False
 

@@ -13,10 +13,12 @@ from spec_runtime.backends.base import (
     BackendKind,
     DeviceBackend,
     GraphOpener,
+    GraphRun,
     RowBackend,
     Rows,
     RowsReader,
     Runtime,
+    run_at_once,
 )
 from spec_runtime.bundle.manifest import SAMPLING, Bundle, Graph
 
@@ -25,12 +27,14 @@ __all__ = [
     "Backend",
     "BackendKind",
     "DeviceBackend",
+    "GraphRun",
     "RowBackend",
     "Rows",
     "RowsReader",
     "Runtime",
     "open_graph",
     "open_sampling",
+    "run_at_once",
 ]
 
 

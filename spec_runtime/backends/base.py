@@ -5,10 +5,11 @@ A backend runs one graph and owns its KV buffers. It sees arrays by name, never 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 from annotated_types import Ge
@@ -19,6 +20,8 @@ from spec_runtime.machine import default_threads, require_threads
 from spec_runtime.mapping import Checked
 from spec_runtime.options import Option
 
+T = TypeVar("T")
+
 
 class Backend(Protocol):
     """One graph, ready to run, with its KV buffers of `capacity` slots. `form` is the graph's."""
@@ -28,6 +31,37 @@ class Backend(Protocol):
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Runs once and returns these outputs; the next run may overwrite the arrays."""
+
+
+@dataclass
+class GraphRun:
+    """Holds a run of a graph that somebody waits for, by itself or together with others'.
+
+    Whoever runs it sets `results`, which the backend's next run may overwrite, and the `seconds`
+    that this took.
+    """
+
+    backend: Backend
+    feeds: dict[str, np.ndarray]
+    outputs: Sequence[str]
+    results: dict[str, np.ndarray] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def run(self) -> None:
+        """Runs it by itself."""
+        begin = time.perf_counter()
+        self.results = self.backend.run(self.feeds, self.outputs)
+        self.seconds = time.perf_counter() - begin
+
+
+def run_at_once(runs: Generator[GraphRun, None, T]) -> T:
+    """Runs each graph that `runs` waits for by itself, until it returns."""
+    try:
+        while True:
+            next(runs).run()
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 class Rows(Protocol):

@@ -48,6 +48,9 @@ class Lane:
         """Yields the call's chunks until it waits for a pass or ends."""
         while self._chunks is not None:
             chunk = next(self._chunks)
+            if self.gate.drafting is not None:
+                self.gate.drafting.run()
+                continue
             if self.gate.asked is not None:
                 return
             if chunk.result is not None:

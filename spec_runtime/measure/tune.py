@@ -27,7 +27,7 @@ from spec_runtime.measure.curve import (
 )
 from spec_runtime.profile import PLAIN, Candidate, Costs, Gain, Key, Profile
 from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.proposers.base import Drafting, PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
@@ -77,9 +77,9 @@ class Recorder(ProposerWrapper):
         self.seconds: list[float] = []
         self._tree: TokenTree | None = None
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         begin = time.perf_counter()
-        tree = super().propose(token, budget)
+        tree = yield from super().drafting(token, budget)
         self._tree = None if budget.is_root_only else tree
         if self._tree is not None:
             self.seconds.append(time.perf_counter() - begin)

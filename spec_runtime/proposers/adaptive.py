@@ -25,7 +25,7 @@ from dataclasses import replace
 import numpy as np
 
 from spec_runtime.profile import Costs, Gain
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.base import Drafting, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
@@ -67,12 +67,13 @@ class DraftPauser(ProposerWrapper):
         super().start(prompt, features_TF, reused)
         self._reset()
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         self._is_judged = not (self.is_resting or budget.is_root_only)
         if self._is_first:
             self._is_first = False
             self._begin_at(0.0 if budget.coupling is None else budget.coupling.temperature)
-        tree = super().propose(token, budget.within(0) if self.is_resting else budget)
+        asked = budget.within(0) if self.is_resting else budget
+        tree = yield from super().drafting(token, asked)
         if self._is_judged:
             # where nothing was found, or nothing paid, one level has been drafted all the same
             num_levels = max(1, int(tree.depth_N.max()))
@@ -155,13 +156,13 @@ class ProbabilityScaler(ProposerWrapper):
         super().start(prompt, features_TF, reused)
         self._reset()
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         growth = budget.growth
         if not isinstance(growth, Grown) or not growth.reliability or budget.is_root_only:
             self._tree = None
-            return super().propose(token, budget)
+            return (yield from super().drafting(token, budget))
         scaled = replace(budget, growth=growth.trusting(self.trust))
-        tree = self._tree = super().propose(token, scaled)
+        tree = self._tree = yield from super().drafting(token, scaled)
         assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
         self._worth = 0.0
         if tree.log_prob_N is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from spec_runtime.backends import Backend
+from spec_runtime.backends import Backend, GraphRun, run_at_once
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import Candidates, Growing, TreeBuilder
 from spec_runtime.trees.tree import TokenTree
+
+Drafting = Generator[GraphRun, None, TokenTree]  # see Proposer.drafting
 
 
 class Proposer(Protocol):
@@ -33,8 +37,12 @@ class Proposer(Protocol):
         of the other tokens, None if the proposer wants none.
         """
 
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        """Yields the runs of graphs that it needs, one after the other, and returns a tree rooted
+        at `token`, the last committed token."""
+
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        """Returns a tree rooted at `token`, the last committed token."""
+        """Returns the tree that `drafting` does, running each graph at once."""
 
     def commit(self, step: Step) -> None:
         """Takes in what became of the tree last proposed."""
@@ -43,7 +51,46 @@ class Proposer(Protocol):
         """Forgets all but the first `length` tokens; 0 must work from any state."""
 
 
-class StatelessProposer:
+class WithRuns:
+    """Drafts with graphs; a subclass has `drafting`."""
+
+    @abstractmethod
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        """See Proposer.drafting."""
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        """See Proposer.propose."""
+        return run_at_once(self.drafting(token, budget))
+
+
+class WithoutRuns:
+    """Drafts without a graph; a subclass has `propose`."""
+
+    @abstractmethod
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        """See Proposer.propose."""
+
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        """See Proposer.drafting."""
+        yield from ()
+        return self.propose(token, budget)
+
+
+def grow_with(
+    levels: Growing, expand: Callable[[TreeBuilder, int], Generator[GraphRun, None, Candidates]]
+) -> Drafting:
+    """Returns the tree that `levels` grows (trees.grow.growing), of the candidates that the runs of
+    `expand(nodes, first)` find for the nodes of each level."""
+    try:
+        level = next(levels)
+        while True:
+            level = levels.send((yield from expand(*level)))
+    except StopIteration as end:
+        tree: TokenTree = end.value
+        return tree
+
+
+class StatelessProposer(WithoutRuns):
     """Keeps nothing of what it is told; a subclass proposes."""
 
     wants_features = False

@@ -6,6 +6,7 @@ import numpy as np
 
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
+from spec_runtime.proposers.base import Drafting
 from spec_runtime.proposers.heads import PAIRS, read_pairs
 from spec_runtime.proposers.rows import DrafterRows, RowsProposer
 from spec_runtime.target import Target
@@ -64,13 +65,13 @@ class BlockProposer(RowsProposer):
         )
         return cls(rows, base, size, read_pairs(info, num_guesses))
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         self._rows.add(token)
         if budget.is_root_only:
             return TokenTree.root(token)
         self._block_ids[0] = self._base + token
         outputs = ["guess_ids", "guess_log_probs", *([PAIRS] if self._has_pairs else [])]
         assert isinstance(self._rows, DrafterRows)
-        results = self._rows.run(outputs, self._block_ids)
+        results = yield from self._rows.run(outputs, self._block_ids)
         guesses = Guesses(results["guess_ids"], results["guess_log_probs"], results.get(PAIRS))
         return grow(token, guesses, budget)

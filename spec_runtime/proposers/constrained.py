@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spec_runtime.constraints.path_masks import PathMasks
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.base import Drafting, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.tree import TokenTree
 
 
 class ConstrainedProposer(ProposerWrapper):
@@ -25,8 +24,8 @@ class ConstrainedProposer(ProposerWrapper):
         self._masks, self._room = masks, room
         self._is_changed = False
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        tree = super().propose(token, budget)
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        tree = yield from super().drafting(token, budget)
         max_depth = self._room if budget.max_depth is None else budget.max_depth
         restricted = self._masks.restrict(tree, budget.max_nodes, max_depth, self._room)
         self._is_changed = restricted is not tree

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Self
 
-import numpy as np
-
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, DrafterInfo, require_config
-from spec_runtime.proposers.rows import DrafterRows, RowsProposer, require_levels_fit
+from spec_runtime.proposers.base import Drafting, grow_with
+from spec_runtime.proposers.rows import DrafterRows, Expanding, RowsProposer, require_levels_fit
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.grow import TreeBuilder, growing
 
 
 class DraftModelProposer(RowsProposer):
@@ -54,11 +52,12 @@ class DraftModelProposer(RowsProposer):
         )
         return cls(rows, num_guesses=info.config["num_guesses"], max_width=info.config["max_width"])
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         self._rows.add(token)
-        return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
+        levels = growing(token, budget, self._num_guesses, self._max_width)
+        return grow_with(levels, self._expand)
 
-    def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """See grow.grow_by_levels."""
-        result = self._rows.run_level(("guess_ids", "guess_log_probs"), nodes, first)
+    def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
+        """See base.grow_with."""
+        result = yield from self._rows.run_level(("guess_ids", "guess_log_probs"), nodes, first)
         return result["guess_ids"], result["guess_log_probs"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from spec_runtime.bundle.manifest import FEATURE_ROWS
 from spec_runtime.proposers.draft_model import DraftModelProposer
+from spec_runtime.proposers.rows import Expanding
 from spec_runtime.trees.grow import TreeBuilder
 
 
@@ -29,16 +30,17 @@ class FeatureProposer(DraftModelProposer):
     _hidden_NF: np.ndarray  # outputs of the level last run, whose first node is `_first`
     _first: int
 
-    def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
         parent_N = np.array(nodes.parents[first:])
         outputs = ["guess_ids", "guess_log_probs"]
         if not self.wants_features:  # features are in banks: row i of the drafter's is node i's
-            result = self._rows.run_level(outputs, nodes, first, {FEATURE_ROWS: -1 - parent_N})
+            rows = {FEATURE_ROWS: -1 - parent_N}
+            result = yield from self._rows.run_level(outputs, nodes, first, rows)
             return result["guess_ids"], result["guess_log_probs"]
         features = None
         if first:  # the parents of a level's nodes are in the level before it
             features = {"features": self._hidden_NF[None, parent_N - self._first]}
-        result = self._rows.run_level([*outputs, "hidden"], nodes, first, features)
+        result = yield from self._rows.run_level([*outputs, "hidden"], nodes, first, features)
         # this is a view of memory that the next run overwrites, after it has read it
         self._hidden_NF, self._first = result["hidden"], first
         return result["guess_ids"], result["guess_log_probs"]

@@ -12,7 +12,7 @@ import numpy as np
 
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
-from spec_runtime.proposers.base import Follower
+from spec_runtime.proposers.base import Drafting, Follower
 from spec_runtime.proposers.rows import DrafterRows, LastFeature, RowsProposer
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
@@ -84,16 +84,16 @@ class OnePassProposer(RowsProposer):
         """See base.Fusable."""
         return self._rows, self._rows.backend if isinstance(self._rows, DrafterRows) else None
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         self._rows.add(token)
         if budget.is_root_only:
             return TokenTree.root(token)
         outputs = ["guess_ids", "guess_log_probs", *([PAIRS] if self._has_pairs else [])]
         if isinstance(self._rows, LastFeature):
-            results = self._rows.run(outputs)
+            results = yield from self._rows.run(outputs)
         else:
             added = token if self._mask_reads_token else 0
-            results = self._rows.run(outputs, self._mask_ids + added)
+            results = yield from self._rows.run(outputs, self._mask_ids + added)
         guesses = Guesses(results["guess_ids"], results["guess_log_probs"], results.get(PAIRS))
         return grow(token, guesses, budget)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.proposers.base import Drafting, PlainProposer, Proposer
 from spec_runtime.proposers.text_index import Place, TextIndex
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
@@ -75,12 +75,12 @@ class MergedProposer(ProposerWrapper):
         self._index.extend(prompt[reused:])
         self._prompt_length = len(prompt)
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         index = self._index
         index.extend([token])
         if not self.has_drafter:
             return grow_best_first(token, index.end(), index.continuations, index.advance, budget)
-        drafted = super().propose(token, budget)
+        drafted = yield from super().drafting(token, budget)
         if drafted.draws or budget.is_root_only or isinstance(budget.growth, AlongTruth):
             return drafted
         if drafted.log_prob_N is None and drafted.num_nodes > 1:
@@ -90,7 +90,7 @@ class MergedProposer(ProposerWrapper):
 
     def commit(self, step: Step) -> None:
         super().commit(step)
-        # the root came with `propose`, the last token will come with the next one
+        # the root came with `drafting`, the last token will come with the next one
         self._index.extend(step.tokens[:-1])
 
     def truncate(self, length: int) -> None:

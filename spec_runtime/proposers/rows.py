@@ -8,13 +8,12 @@ model does, row t is token t. A drafter without a cache reads the last feature o
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 
 from spec_runtime import backends
-from spec_runtime.backends import Backend, Runtime
+from spec_runtime.backends import Backend, GraphRun, Runtime, run_at_once
 from spec_runtime.bundle.manifest import (
     BANK_ROWS,
     FEATURE_ROWS,
@@ -24,12 +23,17 @@ from spec_runtime.bundle.manifest import (
     Graph,
 )
 from spec_runtime.kv import Cache, SlotCache, open_cache
+from spec_runtime.proposers.base import WithRuns
 from spec_runtime.step import Step
 from spec_runtime.target import Target
-from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.grow import Candidates, TreeBuilder
 from spec_runtime.trees.tree import chain_parents
 
 CHUNK_ROWS = 256
+
+# What waits for runs of a graph and returns outputs, or a level's candidates.
+Running = Generator[GraphRun, None, dict[str, np.ndarray]]
+Expanding = Generator[GraphRun, None, Candidates]
 
 
 class LastFeature:
@@ -85,7 +89,7 @@ class LastFeature:
         """See base.Follower."""
         self.take(feature_1F)
 
-    def run(self, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+    def run(self, outputs: Sequence[str]) -> Running:
         """Runs the graph on the position last committed."""
         if self._bank is None:
             assert self._feature_1F is not None, "run before start"
@@ -94,13 +98,13 @@ class LastFeature:
             length = self._bank.length
             row = self._bank.feature_rows(length - 1, length)
             feeds = {FEATURE_ROWS: row, BANK_ROWS: np.zeros(1, np.int64)}
-        begin = time.perf_counter()
-        result = self._backend.run(feeds, outputs)
-        self.run_seconds += time.perf_counter() - begin
-        return result
+        run = GraphRun(self._backend, feeds, outputs)
+        yield run
+        self.run_seconds += run.seconds
+        return run.results
 
 
-class RowsProposer:
+class RowsProposer(WithRuns):
     """Keeps its state in the rows that it feeds a graph; a subclass proposes."""
 
     def __init__(self, rows: DrafterRows | LastFeature) -> None:
@@ -216,7 +220,7 @@ class DrafterRows:
         assert len(self.tokens) == reused >= self._cache.length, (len(self.tokens), reused)
         self.tokens += prompt[reused:]
         self._take(features_TF)
-        self._catch_up(most_waiting=0)
+        run_at_once(self._catch_up(most_waiting=0))
 
     def add(self, token: int) -> None:
         """Takes the root, whose row waits from now on."""
@@ -243,7 +247,7 @@ class DrafterRows:
     def enter(self, token: int) -> None:
         """See base.Follower."""
         self.add(token)
-        self._catch_up(most_waiting=0)
+        run_at_once(self._catch_up(most_waiting=0))
 
     def follow(self, tokens: list[int]) -> None:
         """See base.Follower."""
@@ -255,20 +259,18 @@ class DrafterRows:
 
     def leave(self, feature_1F: np.ndarray) -> None:
         """See base.Follower."""
-        self.tokens.pop()  # the root comes with `propose`
+        self.tokens.pop()  # the root comes with `drafting`
         self._cache.truncate(len(self.tokens) - self._first_token)
         self._features_PF = feature_1F if self.wants_features else None
 
-    def run(
-        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
+    def run(self, outputs: Sequence[str], extra_ids: np.ndarray | None = None) -> Running:
         """Runs the waiting rows (at least one) and keeps them; returns the outputs for the last row
         kept and for the extra rows, or for rows of a block.
 
         The rows `extra_ids` i64[E] come after the waiting ones in the same chain and are not kept.
         """
-        self._catch_up(most_waiting=CHUNK_ROWS)
-        return self._run(outputs, extra_ids)
+        yield from self._catch_up(most_waiting=CHUNK_ROWS)
+        return (yield from self._run(outputs, extra_ids))
 
     def run_nodes(
         self,
@@ -277,7 +279,7 @@ class DrafterRows:
         parent_N: np.ndarray,
         first: int,
         features: Mapping[str, np.ndarray] | None = None,
-    ) -> dict[str, np.ndarray]:
+    ) -> Running:
         """Runs nodes `first` … N - 1 of a forest after the committed rows; keeps nothing.
 
         `parent_N` i64[N] is as in kv.Cache.place, over all nodes; those before `first` were run by
@@ -298,8 +300,8 @@ class DrafterRows:
         nodes: TreeBuilder,
         first: int,
         features: Mapping[str, np.ndarray] | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Runs nodes `first` … of a tree that is grown level by level (grow.grow_by_levels).
+    ) -> Running:
+        """Runs nodes `first` … of a tree that is grown level by level (grow.growing).
 
         The root is the last of the waiting rows, which are run and kept; the nodes below it are a
         forest after them. `features` is as in `run_nodes`; the root brings its own.
@@ -318,14 +320,12 @@ class DrafterRows:
         elif features_PF is not None:
             self._features_PF = np.concatenate([self._features_PF, features_PF])
 
-    def _catch_up(self, most_waiting: int) -> None:
+    def _catch_up(self, most_waiting: int) -> Generator[GraphRun, None, None]:
         """Runs waiting rows in chunks until at most `most_waiting` wait."""
         while len(self.tokens) - self._first_token - self._cache.length > most_waiting:
-            self._run([])
+            yield from self._run([])
 
-    def _run(
-        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
+    def _run(self, outputs: Sequence[str], extra_ids: np.ndarray | None = None) -> Running:
         """Runs up to CHUNK_ROWS waiting rows and the extra ones; keeps the former."""
         begin = self._cache.length + self._first_token
         token_N = np.array(self.tokens[begin : begin + CHUNK_ROWS], np.int64)
@@ -356,14 +356,12 @@ class DrafterRows:
                 features_1NF[0, c:] = waiting_PF[c - 1]
             feeds["features"] = features_1NF
             self._features_PF = waiting_PF[c:].copy() if len(waiting_PF) > c else None
-        result = self._timed_run(feeds, outputs)
+        result = yield from self._timed_run(feeds, outputs)
         self._cache.commit(range(c))
         return result
 
-    def _timed_run(
-        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        begin = time.perf_counter()
-        result = self._backend.run(feeds, list(outputs))
-        self.run_seconds += time.perf_counter() - begin
-        return result
+    def _timed_run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> Running:
+        run = GraphRun(self._backend, feeds, list(outputs))
+        yield run
+        self.run_seconds += run.seconds
+        return run.results

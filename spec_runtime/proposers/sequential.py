@@ -6,17 +6,16 @@ The graph makes the states; this file only carries them from parent to child. A 
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from spec_runtime import backends
-from spec_runtime.backends import Backend, Runtime
+from spec_runtime.backends import Backend, GraphRun, Runtime
 from spec_runtime.bundle.manifest import BANK_ROWS, STATE_ROWS, Bundle, DrafterInfo, require_config
-from spec_runtime.proposers.rows import DrafterRows, LastFeature, RowsProposer
+from spec_runtime.proposers.base import Drafting, grow_with
+from spec_runtime.proposers.rows import DrafterRows, Expanding, LastFeature, RowsProposer
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
+from spec_runtime.trees.grow import TreeBuilder, growing
 from spec_runtime.trees.tree import TokenTree
 
 
@@ -80,16 +79,17 @@ class SequentialProposer(RowsProposer):
     def run_seconds(self) -> float:
         return super().run_seconds + self._step_seconds
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
+    def drafting(self, token: int, budget: Budget) -> Drafting:
         self._rows.add(token)
         if budget.is_root_only:
             return TokenTree.root(token)
-        start = self._rows.run([] if self._is_banked else ["state"])
+        start = yield from self._rows.run([] if self._is_banked else ["state"])
         self._state_NW, self._level = start.get("state"), 0
-        return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
+        levels = growing(token, budget, self._num_guesses, self._max_width)
+        return (yield from grow_with(levels, self._expand))
 
-    def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """See grow.grow_by_levels."""
+    def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
+        """See base.grow_with."""
         # row 0 is the root's parent, so node i's own state is row i + 1
         rows = [parent + 1 for parent in nodes.parents[first:]] if first else [0]
         feeds = {
@@ -103,9 +103,10 @@ class SequentialProposer(RowsProposer):
         else:
             feeds["state"] = self._state_NW[rows]
             outputs.append("state.out")
-        begin = time.perf_counter()
-        result = self._backend.run(feeds, outputs)
-        self._step_seconds += time.perf_counter() - begin
+        run = GraphRun(self._backend, feeds, outputs)
+        yield run
+        self._step_seconds += run.seconds
+        result = run.results
         if self._state_NW is not None:
             self._state_NW = np.concatenate([self._state_NW, result["state.out"]])
         self._level += 1

@@ -6,23 +6,20 @@ target's free slots and keeps nothing: the verify pass writes those slots anew w
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from spec_runtime import backends
-from spec_runtime.backends import Backend, Runtime
+from spec_runtime.backends import Backend, GraphRun, Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.kv import Cache
-from spec_runtime.proposers.base import StatelessProposer
-from spec_runtime.proposers.rows import require_levels_fit
+from spec_runtime.proposers.base import Drafting, StatelessProposer, WithRuns, grow_with
+from spec_runtime.proposers.rows import Expanding, require_levels_fit
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.grow import TreeBuilder, growing
 
 
-class SkipLayerProposer(StatelessProposer):
+class SkipLayerProposer(WithRuns, StatelessProposer):
     """Runs `backend`, which shares the target's buffers, level by level.
 
     `cache` is the target's, and says where the rows go. One run of a level returns its nodes'
@@ -58,16 +55,17 @@ class SkipLayerProposer(StatelessProposer):
             max_width=info.config["max_width"],
         )
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        levels = growing(token, budget, self._num_guesses, self._max_width)
+        return grow_with(levels, self._expand)
 
-    def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """See grow.grow_by_levels."""
+    def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
+        """See base.grow_with."""
         token_N = np.array(nodes.tokens[first:], np.int64)
         feeds = self._cache.place(np.array(nodes.parents, np.int64), first)
         feeds["input_ids"] = token_N[None]
         feeds["logit_rows"] = np.arange(len(token_N), dtype=np.int64)
-        begin = time.perf_counter()
-        result = self._backend.run(feeds, ["guess_ids", "guess_log_probs"])
-        self.run_seconds += time.perf_counter() - begin
-        return result["guess_ids"], result["guess_log_probs"]
+        run = GraphRun(self._backend, feeds, ["guess_ids", "guess_log_probs"])
+        yield run
+        self.run_seconds += run.seconds
+        return run.results["guess_ids"], run.results["guess_log_probs"]

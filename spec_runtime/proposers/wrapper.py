@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.base import Drafting, Proposer, WithRuns
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.tree import TokenTree
 
 
-class ProposerWrapper:
+class ProposerWrapper(WithRuns):
     """Passes every call on to the proposer inside; a subclass extends some by way of `super()`."""
 
     def __init__(self, proposer: Proposer) -> None:
@@ -31,8 +30,8 @@ class ProposerWrapper:
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         self._proposer.start(prompt, features_TF, reused)
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        return self._proposer.propose(token, budget)
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        return self._proposer.drafting(token, budget)
 
     def commit(self, step: Step) -> None:
         self._proposer.commit(step)

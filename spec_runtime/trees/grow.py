@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 
@@ -51,7 +51,9 @@ class TreeBuilder:
         return TokenTree(tokens, parents, log_prob_N, draws or {})
 
 
-Expand = Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]]  # see grow_by_levels
+Level = tuple[TreeBuilder, int]  # the nodes so far, and the first that is to be expanded
+Candidates = tuple[np.ndarray, np.ndarray]  # token ids i64[n, C] and log-probabilities f32[n, C]
+Growing = Generator[Level, Candidates, TokenTree]  # see growing
 # a guess in the pool: (-log probability of its path, its number, parent in `expanded`, token)
 _Guess = tuple[float, int, int, int]
 
@@ -82,39 +84,43 @@ def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
 
 
 def grow_by_levels(
-    root_token: int, expand: Expand, budget: Budget, num_levels: int, max_width: int
+    root_token: int,
+    expand: Callable[[TreeBuilder, int], Candidates],
+    budget: Budget,
+    num_levels: int,
+    max_width: int,
 ) -> TokenTree:
+    """Returns the tree that `growing` grows, of the candidates that `expand(nodes, first)` finds
+    for the nodes of each level."""
+    levels = growing(root_token, budget, num_levels, max_width)
+    try:
+        level = next(levels)
+        while True:
+            level = levels.send(expand(*level))
+    except StopIteration as end:
+        tree: TokenTree = end.value
+        return tree
+
+
+def growing(root_token: int, budget: Budget, num_levels: int, max_width: int) -> Growing:
     """Returns the tree that `budget` asks for, of a drafter that reads its own guesses and is run
     level by level.
 
-    `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (at first
-    only the root) and returns their candidates, best first: token ids i64[n, C] and
-    log-probabilities f32[n, C]. At most `num_levels` levels are run, and of a grown or drawn tree
-    at most `max_width` nodes a level.
+    Yields each level to run: the tree grown so far (at first only the root), and its node from
+    which on the drafter has to be run. It is sent these nodes' candidates, best first. At most
+    `num_levels` levels are run, and of a grown or drawn tree at most `max_width` nodes a level.
     """
     max_depth = _max_depth(budget, num_levels)
     match budget.growth:
         case Grown() as grown:
-            if budget.coupling is not None:
-                expand = _coupled(expand, budget.coupling)
-            return _grow_best(root_token, expand, grown, budget.max_nodes, max_depth, max_width)
+            max_nodes, coupling = budget.max_nodes, budget.coupling
+            return _grow_best(root_token, grown, max_nodes, max_depth, max_width, coupling)
         case Static(paths):
-            return _grow_static(root_token, expand, paths, max_depth)
+            return _grow_static(root_token, paths, max_depth)
         case Drawn() as drawn:
-            return _grow_drawn(root_token, expand, drawn, budget.max_nodes, max_depth, max_width)
+            return _grow_drawn(root_token, drawn, budget.max_nodes, max_depth, max_width)
         case AlongTruth(tokens):
-            return _grow_along(root_token, expand, tokens[:max_depth])
-
-
-def _coupled(expand: Expand, coupling: Coupling) -> Expand:
-    """Returns what expands as `expand` does, with the probabilities of being drawn."""
-    depth = itertools.count(1)
-
-    def expand_coupled(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        id_NC, log_prob_NC = expand(nodes, first)
-        return id_NC, coupling.log_probs(coupling.noise_at(next(depth), id_NC), log_prob_NC)
-
-    return expand_coupled
+            return _grow_along(root_token, tokens[:max_depth])
 
 
 def _max_depth(budget: Budget, num_levels: int) -> int:
@@ -162,13 +168,19 @@ def _best_paths(
 
 
 def _grow_best(
-    root_token: int, expand: Expand, growth: Grown, max_nodes: int, max_depth: int, max_width: int
-) -> TokenTree:
+    root_token: int,
+    growth: Grown,
+    max_nodes: int,
+    max_depth: int,
+    max_width: int,
+    coupling: Coupling | None,
+) -> Growing:
     """Returns the most probable paths: expands a level at a time, then takes the best nodes of all
     levels (EAGLE-2's expansion and rerank).
 
     Only nodes that would be kept so far are expanded, at most `max_width` a level. Fewer levels
-    than `max_depth` are run if no node is left to expand or if no further level can pay.
+    than `max_depth` are run if no node is left to expand or if no further level can pay. With a
+    coupling, probabilities are those of being drawn.
     """
     expanded = TreeBuilder(root_token)
     log_prob = [0.0]  # of each expanded node's path
@@ -178,7 +190,10 @@ def _grow_best(
         if first == len(expanded) or max_nodes == 1:
             break
         num_before = len(pool)
-        _guess(pool, *expand(expanded, first), first, log_prob, growth.log_floor)
+        id_NC, log_prob_NC = yield expanded, first
+        if coupling is not None:
+            log_prob_NC = coupling.log_probs(coupling.noise_at(depth, id_NC), log_prob_NC)
+        _guess(pool, id_NC, log_prob_NC, first, log_prob, growth.log_floor)
         num_run, first = depth, len(expanded)
         if depth == max_depth:
             break
@@ -252,13 +267,13 @@ def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenT
     return TokenTree(tree.token_N[:n], tree.parent_N[:n], tree.log_prob_N[:n])
 
 
-def _grow_along(root_token: int, expand: Expand, truth: Sequence[int]) -> TokenTree:
+def _grow_along(root_token: int, truth: Sequence[int]) -> Growing:
     """Returns all candidates, best first, after the root and each token of `truth`, down to the
     first of these that is not among them."""
     tree, chain = TreeBuilder(root_token), TreeBuilder(root_token)
     log_prob, parent = [0.0], 0
     for depth, true_token in enumerate(truth):
-        id_NC, log_prob_NC = expand(chain, depth)
+        id_NC, log_prob_NC = yield chain, depth
         for token, value in zip(id_NC[0].tolist(), log_prob_NC[0].tolist(), strict=True):
             if tree.add(parent, token) == len(log_prob):
                 log_prob.append(log_prob[parent] + value)
@@ -269,9 +284,7 @@ def _grow_along(root_token: int, expand: Expand, truth: Sequence[int]) -> TokenT
     return tree.build(log_prob)
 
 
-def _grow_static(
-    root_token: int, expand: Expand, paths: tuple[RankPath, ...], max_depth: int
-) -> TokenTree:
+def _grow_static(root_token: int, paths: tuple[RankPath, ...], max_depth: int) -> Growing:
     """Returns the nodes of `paths` down to `max_depth`; expands all inner nodes (EAGLE-1)."""
     tree, expanded = TreeBuilder(root_token), TreeBuilder(root_token)
     node_of: dict[RankPath, int] = {(): 0}
@@ -280,7 +293,7 @@ def _grow_static(
     by_depth = sorted((path for path in paths if len(path) <= max_depth), key=len)
     first = 0
     for _, level in itertools.groupby(by_depth, key=len):
-        id_NC, _ = expand(expanded, first)
+        id_NC, _ = yield expanded, first
         begin, first = first, len(expanded)
         for path in level:
             parent = path[:-1]
@@ -292,8 +305,8 @@ def _grow_static(
 
 
 def _grow_drawn(
-    root_token: int, expand: Expand, growth: Drawn, max_nodes: int, max_depth: int, max_width: int
-) -> TokenTree:
+    root_token: int, growth: Drawn, max_nodes: int, max_depth: int, max_width: int
+) -> Growing:
     """Returns children drawn level by level down to `max_depth`; equal draws share a node.
 
     The first `max_width` nodes of a level are expanded. Acceptance by rejection is exact only if
@@ -306,7 +319,7 @@ def _grow_drawn(
     for width in growth.widths[:max_depth]:
         if not level or len(tree) >= max_nodes:
             break
-        id_NC, log_prob_NC = expand(expanded, first)
+        id_NC, log_prob_NC = yield expanded, first
         rows = list(enumerate(level, first))
         level = []
         for row, node in rows:

@@ -22,7 +22,7 @@ from spec_runtime.proposers.adaptive import (
     ProbabilityScaler,
     scale_probabilities,
 )
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.proposers.base import PlainProposer, WithoutRuns
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
@@ -33,7 +33,7 @@ from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 
-class Script(ProposerWrapper):
+class Script(WithoutRuns, ProposerWrapper):
     """A drafter of chains of three; notes what it is asked for."""
 
     def __init__(self) -> None:

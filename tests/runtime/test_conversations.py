@@ -96,7 +96,7 @@ def test_a_prompt_that_fills_the_context_after_rows_came_back(drafter: str) -> N
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    "stage", ["write_rows", "read_rows", "run", "start", "propose", "commit", "truncate", "decode"]
+    "stage", ["write_rows", "read_rows", "run", "start", "drafting", "commit", "truncate", "decode"]
 )
 def test_an_error_at_any_stage_loses_no_answer(
     drafter: str, stage: str, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ def test_every_second_is_counted_once(
     proposer, target = engine.proposer, engine.target
     backend, _ = target.lend()
     monkeypatch.setattr(backend, "run", clock.taking(TARGET, backend.run))
-    monkeypatch.setattr(proposer, "propose", clock.taking(PROPOSE, proposer.propose))
+    monkeypatch.setattr(proposer, "drafting", clock.taking(PROPOSE, proposer.drafting))
     rule = clock.taking(ACCEPT, generate.by_target_sampling)
     monkeypatch.setattr(generate, "by_target_sampling", rule)
     monkeypatch.setattr(target, "commit", clock.taking(COMMIT, target.commit))

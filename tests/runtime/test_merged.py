@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.proposers.adaptive import ProbabilityScaler
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.proposers.base import PlainProposer, Proposer, WithoutRuns
 from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, MergedProposer, combined
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
@@ -19,7 +19,7 @@ from spec_runtime.trees.tree import Draws, TokenTree
 DRAWS = Draws(np.array([9]), np.ones(1), (0,), with_replacement=True)
 
 
-class Fixed:
+class Fixed(WithoutRuns):
     """A drafter that always guesses the same chain, and notes what it is told."""
 
     wants_features = True

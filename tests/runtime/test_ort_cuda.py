@@ -40,6 +40,7 @@ from spec_runtime.backends.session import NamingGraph, OrtBackend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
+from spec_runtime.proposers.base import Drafting
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.target import STRICT_GAPS, TOP, Target
 from spec_runtime.trees.budget import Budget
@@ -343,8 +344,8 @@ class Watched(ProposerWrapper):
         super().__init__(proposer)
         self.trees: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        tree = super().propose(token, budget)
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        tree = yield from super().drafting(token, budget)
         self.trees.append((tree.token_N.tolist(), tree.parent_N.tolist()))
         return tree
 

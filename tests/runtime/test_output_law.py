@@ -18,6 +18,7 @@ import pytest
 
 from spec_runtime import generate
 from spec_runtime.accept import _pick
+from spec_runtime.proposers.base import WithoutRuns
 from spec_runtime.sampling import ACCEPTANCES, MIN_TEMPERATURE, SamplingParams
 from spec_runtime.stats import Stats
 from spec_runtime.step import Ending, Step
@@ -33,7 +34,7 @@ PROMPT = [0, 1]
 Z_ALPHA = 4.753  # of a normal's upper 1e-6; seeds are fixed, so that it cannot flake
 
 
-class Toy:
+class Toy(WithoutRuns):
     """Target, what it says, and a drafter that is wrong in its own way, in one object."""
 
     vocab_size, run_seconds, wants_features = V, 0.0, False

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_trees import features_of
 
+from spec_runtime.backends import run_at_once
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.step import Step
@@ -58,12 +59,9 @@ def test_levels_of_a_tree_behind_the_committed_rows(form: str, pairs: bool) -> N
     tokens, parents = [53, 7, 8, 9, 6, 4, 5], [0, 0, 0, 1, 1, 2, 3]
     feature = features_of([90, 91, 92, 93, 94, 95])  # of the nodes below the root
     for first, end in ((0, 1), (1, 3), (3, 6), (6, 7)):
-        rows.run_level(
-            ["guess_ids"],
-            nodes_of(tokens[:end], parents[:end]),
-            first,
-            {"features": feature[None, first - 1 : end - 1]} if pairs and first else None,
-        )
+        nodes = nodes_of(tokens[:end], parents[:end])
+        features = {"features": feature[None, first - 1 : end - 1]} if pairs and first else None
+        run_at_once(rows.run_level(["guess_ids"], nodes, first, features))
     prompt, root, *levels = graph.calls
     done = 2 if pairs else 3  # rows of the prompt; the root's comes next
     assert prompt["input_ids"].tolist() == [[50, 51, 52][1 if pairs else 0 :]]
@@ -88,7 +86,7 @@ def test_levels_of_a_tree_behind_the_committed_rows(form: str, pairs: bool) -> N
     # the next step: nothing of the tree was kept, its rows are written again
     rows.commit(Step([7, 60], num_accepted=1, features=features_of([3, 4]) if pairs else None))
     rows.tokens.append(60)
-    rows.run(["guess_ids"])
+    run_at_once(rows.run(["guess_ids"]))
     step = graph.calls[-1]
     assert step["input_ids"].tolist() == [[7, 60]]
     assert step["position_ids"].tolist() == [[done + 1, done + 2]]
@@ -101,7 +99,8 @@ def test_nodes_give_one_row_of_outputs_each() -> None:
     graph = Recorder()
     rows = DrafterRows(graph, open_cache("slots", 64), wants_features=False, first_token=0)
     rows.start([50, 51], None, 0)
-    result = rows.run_nodes(["guess_ids"], np.array([7, 8, 9]), np.array([0, 1, 1]), 0)
+    runs = rows.run_nodes(["guess_ids"], np.array([7, 8, 9]), np.array([0, 1, 1]), 0)
+    result = run_at_once(runs)
     assert result["guess_ids"].tolist() == [[0.5], [1.5], [2.5]]
     assert grid(graph.calls[-1], 6) == ["xxx...", "xx.x..", "xx.xx."]
     assert graph.calls[-1]["position_ids"].tolist() == [[2, 2, 3]]
@@ -117,7 +116,7 @@ def test_a_draft_model_loses_and_repeats_no_token() -> None:
     rows.tokens.append(51)  # a step without a run
     rows.commit(Step([52, 53], num_accepted=1))
     rows.tokens.append(53)
-    rows.run(["guess_ids"])
+    run_at_once(rows.run(["guess_ids"]))
     assert graph.calls[-1]["input_ids"].tolist() == [[51, 52, 53]]
     assert graph.calls[-1]["logit_rows"].tolist() == [2]
     rows.commit(Step([54, 55], num_accepted=1))  # 54 waits

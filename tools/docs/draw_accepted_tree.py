@@ -14,7 +14,7 @@ import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.base import Drafting, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
 from spec_runtime.tracing.record import node_texts
@@ -32,8 +32,8 @@ class StepRecorder(ProposerWrapper):
         self.steps: list[tuple[TokenTree, Step]] = []
         self._tree = TokenTree.root(0)
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._tree = super().propose(token, budget)
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        self._tree = yield from super().drafting(token, budget)
         return self._tree
 
     def commit(self, step: Step) -> None:
