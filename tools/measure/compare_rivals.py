@@ -22,10 +22,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from tools.figures import run as run_script
 from tools.measure import measure_all
 from tools.measure.rivals import contexts, fidelity, field, race, report
 from tools.measure.rivals.environments import RivalError
-from tools.measure.rivals.field import PRECISIONS, RIVALS, Contender, Options
+from tools.measure.rivals.field import PRECISIONS, RIVALS, Contender, Options, Rival
 from tools.measure.rivals.models import TargetFiles
 from tools.measure.rivals.worker import Worker
 
@@ -85,7 +84,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     race_contexts, options, manifests = _prepare(args)
     used = {prompt for each in race_contexts for prompt in each.prompts}
     settings = {
-        "prompts": {each.name: _digest(each) for each in race_contexts},
+        "prompts": {each.name: each.digest for each in race_contexts},
         "max_new_tokens": args.max_new_tokens,
         "threads": options.threads,
         "lookup": [options.lookup_tokens, options.lookup_ngram],
@@ -118,8 +117,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     for precision in args.precision:
         contest = race.Race(precision, race_contexts, args.rounds, args.max_new_tokens)
-        contenders, failed = _enter(args, precision, files, options)
-        failed += _run(contest, contenders, journal, args.work)
+        rivals = [rival for rival in RIVALS if rival.name in args.rival]
+        others, failed = enter(rivals, precision, files, options)
+        contenders = [*field.ours(args.bundles / precision, precision, options), *others]
+        names = [each.name for each in contenders]
+        if not race.is_over(contest, names, journal):
+            run_race = functools.partial(race.run, contest, journal=journal, announce=say)
+            failed += let_run(run_race, contenders, args.work / "logs" / precision)
         figures["failed"] += [{**each, "precision": precision} for each in failed]
         lost = {each["name"] for each in failed}
         finished = [each for each in contenders if each.name not in lost]
@@ -151,19 +155,33 @@ def _prepare(
         measure_all.build(precision, args.bundles)
     manifests = {precision: manifest_of(args.bundles / precision) for precision in args.precision}
     tokenizer = Tokenizer(bundles.read(args.bundles / args.precision[0], verify=False))
+    found = contexts_of(args, tokenizer)
+    room = min(manifest.target.max_length for manifest in manifests.values())
+    return found, options_of(args, found, tokenizer, room), manifests
+
+
+def contexts_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list[race.Context]:
+    """Returns the short prompts and, if there are to be any, the long ones."""
     encode = functools.partial(encode_prompt, tokenizer, raw=False, system=None)
     prompts = read_prompts(args.prompts)
     found = [contexts.short(prompts, encode, args.limit, SHORT_TOKENS)]
     if args.long_limit:
         found.append(contexts.long(prompts, encode, args.long_limit, args.long_tokens))
+    return found
+
+
+def options_of(
+    args: argparse.Namespace, found: Sequence[race.Context], tokenizer: Tokenizer, room: int
+) -> Options:
+    """Returns what all contenders are given alike; raises UserError if a prompt and its answer take
+    more than `room` tokens."""
     longest = max(len(ids) for each in found for ids in each.prompts.values())
-    room = min(manifest.target.max_length for manifest in manifests.values())
     if longest + args.max_new_tokens > room:
         raise UserError(
             f"got a prompt of {longest} tokens and {args.max_new_tokens} new ones, expected at "
             f"most {room}, the bundles' context: take a smaller --long-tokens"
         )
-    options = Options(
+    return Options(
         threads=args.threads or default_threads(),
         end_ids=tokenizer.eos,
         max_length=-(-(longest + args.max_new_tokens) // 256) * 256,
@@ -171,44 +189,44 @@ def _prepare(
         lookup_ngram=args.lookup_ngram,
         profile=not args.no_profile,
     )
-    return found, options, manifests
 
 
-def _enter(
-    args: argparse.Namespace, precision: str, files: TargetFiles, options: Options
+def enter(
+    rivals: Sequence[Rival], precision: str, files: TargetFiles, options: Options
 ) -> tuple[list[Contender], list[dict[str, str]]]:
-    """Returns the contenders of a precision, and the rivals that could not be made ready."""
-    contenders = field.ours(args.bundles / precision, precision, options)
+    """Returns the contenders of rivals at a precision, and those that could not be made ready."""
+    contenders: list[Contender] = []
     failed = []
-    for rival in RIVALS:
-        if rival.name in args.rival:
-            try:
-                contenders += field.of_rival(rival, precision, files, options)
-            except RivalError as error:
-                failed.append(_failure(rival.title, rival.title, precision, error))
+    for rival in rivals:
+        try:
+            contenders += field.of_rival(rival, precision, files, options)
+        except RivalError as error:
+            failed.append(_failure(rival.title, rival.title, precision, error))
     return contenders, failed
 
 
-def _run(
-    contest: race.Race, contenders: Sequence[Contender], journal: race.Journal, work: Path
+def let_run(
+    race_of: Callable[[Mapping[str, Worker]], dict[str, str]],
+    contenders: Sequence[Contender],
+    logs: Path,
 ) -> list[dict[str, str]]:
-    """Starts the workers and lets them race, if anything is left to do; returns who failed."""
-    if race.is_over(contest, [each.name for each in contenders], journal):
-        return []
+    """Starts the workers, all of them, and calls `race_of` with them by name; returns who failed.
+
+    `race_of` returns the reasons of those that failed during it.
+    """
     failed = {}
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for each in contenders:
-            log = work / "logs" / f"{contest.precision}, {each.name}.log"
-            _say(f"{contest.precision}: opening {each.name}")
+            say(f"{logs.name}: opening {each.name}")
             try:
-                workers[each.name] = Worker(each.command, each.settings, log)
+                workers[each.name] = Worker(each.command, each.settings, logs / f"{each.name}.log")
             except RivalError as error:
                 failed[each.name] = str(error)
-                _say(f"{each.name} is left out: {error}")
+                say(f"{each.name} is left out: {error}")
                 continue
             stack.callback(workers[each.name].close)
-        failed |= race.run(contest, workers, journal, _say)
+        failed |= race_of(workers)
     return [
         _failure(each.name, each.engine, each.mode, failed[each.name])
         for each in contenders
@@ -220,11 +238,7 @@ def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str
     return {"name": name, "engine": engine, "what": what, "reason": str(reason)}
 
 
-def _digest(context: race.Context) -> str:
-    return hashlib.sha256(repr(sorted(context.prompts.items())).encode()).hexdigest()[:16]
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -232,19 +246,26 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     flags = ("--prompts", "--max-new-tokens", "--no-profile", "--threads", "--json")
     found = command_line(__doc__, *flags, required=("--json",))
+    add_flags(found, NAMES, long_limit=4, long_tokens=1500, rounds=3)
     found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
     found.add_argument("--figure", type=Path)
     found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    found.add_argument("--rival", nargs="*", choices=NAMES, default=NAMES)
     found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
-    found.add_argument("--long-limit", type=int, default=4, help="long prompts; 0 for none")
-    found.add_argument("--long-tokens", type=int, default=1500)
-    found.add_argument("--rounds", type=int, default=3)
-    found.add_argument("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
-    found.add_argument("--lookup-ngram", type=int, default=3, help="and match at most")
-    found.add_argument("--model", help="what the bundles were built from; default: the demo")
-    found.add_argument("--work", type=Path, default=Path("runs/rivals"))
     return found
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: int) -> None:
+    """Adds the flags of every tool that measures rivals of these names."""
+    add = parser.add_argument
+    add("--rival", nargs="*", choices=names, default=names)
+    add("--long-limit", type=int, help="long prompts; 0 for none")
+    add("--long-tokens", type=int)
+    add("--rounds", type=int)
+    add("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
+    add("--lookup-ngram", type=int, default=3, help="and match at most")
+    add("--model", help="what the bundle was built from; default: the demo")
+    add("--work", type=Path, default=Path("runs/rivals"))
+    parser.set_defaults(**defaults)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ what it takes is printed after it and once more at the end. A stage that fails i
 others still run, and the exit code is 1.
 
 The stages follow each other so that `tune` comes before what uses its profile (sweep and
-acceptance); `bench`, `lookup` and `spec-bench` do without one. `rivals` installs other engines
-under runs/rivals; it and `spec-bench` take an hour or more and go on where they were stopped.
+acceptance); `bench`, `lookup` and `spec-bench` do without one. `rivals` and `many-clients` install
+other engines under runs/rivals; `rivals` and `spec-bench` take an hour or more; these three go on
+where they were stopped.
 Commit everything first, so that the provenance names a commit without "-dirty". --tiny takes a
 prompt or two and a few tokens of each, to see that everything runs; its figures are worth nothing.
 """
@@ -43,13 +44,15 @@ class Sizes:
     other_prompts: int = 20
     rival_prompts: tuple[int, int] = (8, 4)  # short and long ones
     rival_rounds: int = 3
+    clients: tuple[str, ...] = ()  # flags of many_clients.py
     tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
     contexts: tuple[int, ...] = (200, 1500)  # tokens before a pass
     questions: int | None = None  # of each subset of Spec-Bench; None: all
     checked: tuple[str, ...] = PRECISIONS
 
 
-TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1, ("int8",))
+FEW = ("--clients", "2", "--long-limit", "0", "--rounds", "1", "--max-new-tokens", "4")
+TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, FEW, 1, (8,), 1, ("int8",))
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     few_short, few_long = map(str, sizes.rival_prompts)
     field = ("--limit", few_short, "--long-limit", few_long, "--rounds", str(sizes.rival_rounds))
     rivals = ("tools.measure.compare_rivals", *given, *tokens, *field)
+    clients = ("tools.measure.many_clients", *given, *sizes.clients)
+    found += [Stage(f"many-clients-{each}", clients, each) for each in ("fp32", "int8")]
     return [*found, Stage("rivals", rivals, None)]
 
 

@@ -211,7 +211,7 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
     program = str(rival.environment.program(files.work))
     model = str(form.write(files).absolute())
     settings = {
-        **_common(options),
+        **common(options),
         "engine": rival.name,
         "precision": precision,
         "model": model,
@@ -242,7 +242,7 @@ def ours(bundle: Path, precision: str, options: Options) -> list[Contender]:
             OUR_WEIGHTS[precision],
             command,
             {
-                **_common(options),
+                **common(options),
                 "model": str(bundle.absolute()),
                 "drafter": drafter,
                 "lookup": lookup,
@@ -253,7 +253,7 @@ def ours(bundle: Path, precision: str, options: Options) -> list[Contender]:
     ]
 
 
-def _common(options: Options) -> dict[str, Any]:
+def common(options: Options) -> dict[str, Any]:
     return {
         "threads": options.threads,
         "end_ids": list(options.end_ids),

@@ -6,6 +6,7 @@ first rotates from prompt to prompt, so that a machine that slows down slows all
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,10 @@ class Context:
 
     name: str
     prompts: Mapping[str, Sequence[int]]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(sorted(self.prompts.items())).encode()).hexdigest()[:16]
 
 
 class Journal:

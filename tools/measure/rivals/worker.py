@@ -57,8 +57,8 @@ class Answer:
 class Worker:
     """Starts a worker and waits until it has opened its model; `version` is its engine's.
 
-    Raises RivalError, here and in `generate`, if the worker ends, stays silent or says something
-    else than the protocol. Its standard error goes to the file `log`.
+    Raises RivalError, here, in `generate` and in `ask`, if the worker ends, stays silent or says
+    something else than the protocol. Its standard error goes to the file `log`.
     """
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, Any], log: Path) -> None:
@@ -89,14 +89,7 @@ class Worker:
 
     def generate(self, ids: Sequence[int], max_new_tokens: int) -> Answer:
         """Returns what the worker decodes after `ids`, greedily."""
-        assert self._process.stdin is not None
-        job = json.dumps({"ids": list(ids), "max_new_tokens": max_new_tokens})
-        try:
-            self._process.stdin.write(job.encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise RivalError(f"the worker ended: {self._last_words()}") from None
-        reply = self._reply(JOB_SECONDS)
+        reply = self.ask({"ids": list(ids), "max_new_tokens": max_new_tokens})
         try:
             return Answer(
                 [int(token) for token in reply["tokens"]],
@@ -106,6 +99,16 @@ class Worker:
             )
         except (KeyError, TypeError) as error:
             raise RivalError(f"got a reply with {', '.join(reply)}: {error!r}") from None
+
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the worker's reply to a job."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RivalError(f"the worker ended: {self._last_words()}") from None
+        return self._reply(JOB_SECONDS)
 
     def memory(self) -> dict[str, int]:
         """Returns the process's peak resident and present proportional size, in bytes.

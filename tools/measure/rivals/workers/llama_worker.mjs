@@ -1,5 +1,5 @@
-// Decodes with llama.cpp through node-llama-cpp: plainly, or with prompt lookup.
-// Speaks the protocol of protocol.py.
+// Decodes with llama.cpp through node-llama-cpp: plainly, or with prompt lookup; for many clients,
+// in as many sequences of one context, which share its passes. Speaks the protocol of protocol.py.
 import {createRequire} from "node:module";
 import path from "node:path";
 import {pathToFileURL} from "node:url";
@@ -24,20 +24,30 @@ async function openEngine() {
     const exact = settings.precision === "fp32"
         ? {experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32"}
         : {};
-    const context = await model.createContext({
-        contextSize: settings.max_length,
-        threads: {ideal: settings.threads, min: settings.threads},
-        ...exact
-    });
     const options = {};
     if (settings.mode === "lookup")
         options.tokenPredictor = new llamaCpp.InputLookupTokenPredictor({
             patternLength: {min: 1, max: settings.lookup_ngram},
             predictionLength: {max: settings.lookup_tokens}
         });
-    const sequence = context.getSequence(options);
+    let context, sequences = [];
 
-    async function generate(ids, maxNewTokens) {
+    async function reserve(count) {
+        if (sequences.length === count)
+            return;
+        await context?.dispose();
+        context = await model.createContext({
+            sequences: count,
+            contextSize: settings.max_length, // of each sequence
+            threads: {ideal: settings.threads, min: settings.threads},
+            ...exact
+        });
+        sequences = Array.from({length: count}, () => context.getSequence(options));
+    }
+
+    async function generate({ids, max_new_tokens: maxNewTokens}) {
+        await reserve(1);
+        const [sequence] = sequences;
         await sequence.clearHistory();
         sequence.tokenPredictor?.updateInputTokens?.(ids);
         const begin = performance.now();
@@ -58,17 +68,44 @@ async function openEngine() {
         };
     }
 
+    async function answerAll({prompts, clients, max_new_tokens: maxNewTokens}) {
+        await reserve(clients);
+        const begin = performance.now();
+        const now = () => (performance.now() - begin) / 1000;
+        const answers = [];
+
+        async function client(sequence) {
+            while (answers.length < prompts.length) {
+                const ids = prompts[answers.length];
+                const answer = {sent: now(), parts: [], tokens: []};
+                answers.push(answer);
+                await sequence.clearHistory();
+                const asked = {temperature: 0, yieldEogToken: true};
+                for await (const token of sequence.evaluate(ids, asked)) {
+                    answer.parts.push([now(), 1]);
+                    if (answer.tokens.push(token) >= maxNewTokens)
+                        break;
+                }
+            }
+        }
+
+        await Promise.all(sequences.map(client));
+        return {seconds: now(), answers};
+    }
+
+    await reserve(1);
     const {release} = llama.llamaCppRelease;
-    return {version: `node-llama-cpp ${settings.version}, llama.cpp ${release}`, generate};
+    return {
+        version: `node-llama-cpp ${settings.version}, llama.cpp ${release}`,
+        answer: (job) => "prompts" in job ? answerAll(job) : generate(job)
+    };
 }
 
 try {
-    const {version, generate} = await openEngine();
+    const {version, answer} = await openEngine();
     reply({version});
-    for await (const line of readline.createInterface({input: process.stdin})) {
-        const job = JSON.parse(line);
-        reply(await generate(job.ids, job.max_new_tokens));
-    }
+    for await (const line of readline.createInterface({input: process.stdin}))
+        reply(await answer(JSON.parse(line)));
 } catch (error) {
     console.error(error);
     reply({error: String(error)});

@@ -12,15 +12,19 @@ import spec_runtime
 from spec_runtime.measure import provenance
 
 
-def open_engine(settings):
+def load(settings):
     """Opens a bundle; `drafter` None is the bundle's default, `lookup` None the bundle's choice."""
-    engine = spec_runtime.load(
+    return spec_runtime.load(
         settings["model"],
         settings["drafter"],
         settings["threads"],
         lookup=settings["lookup"],
         profile=settings["profile"],
     )
+
+
+def open_engine(settings):
+    engine = load(settings)
 
     def generate(ids, max_new_tokens):
         begin = time.perf_counter()

@@ -10,8 +10,19 @@ with one line, whose seconds begin with the prompt's ids and end with the last n
     {"tokens": [7, 8, …], "first": 1, "prefill_seconds": 0.1, "seconds": 0.9}
 
 `first` tokens came with the prompt's own pass, which took `prefill_seconds` of all `seconds`:
-speculative decoders may accept several at once. A failure is a line {"error": …}. This file runs
-in the environments of others: it imports nothing but Python's own modules.
+speculative decoders may accept several at once. A failure is a line {"error": …}.
+
+Workers for many clients answer whole loads, in which each of `clients` takes the next prompt when
+its last answer is finished, and every answer has `max_new_tokens`, past the end of a text:
+
+    {"prompts": [[1, 2, 3], …], "clients": 4, "max_new_tokens": 64}
+
+with the answers in the order of the prompts, in seconds since the load began; `parts` are when new
+tokens came, and how many at once:
+
+    {"seconds": 3.2, "answers": [{"sent": 0.0, "parts": [[0.1, 1], …], "tokens": [7, 8, …]}, …]}
+
+This file runs in the environments of others: it imports nothing but Python's own modules.
 """
 
 import json
@@ -45,11 +56,42 @@ class Watch:
         }
 
 
+class Load:
+    """Times the answers of one load: `take` gives the next prompt to a client that is free."""
+
+    def __init__(self, prompts):
+        self.begin = time.perf_counter()
+        self.answers = []
+        self._left = iter(prompts)
+
+    def take(self):
+        """Returns the answer to be filled by `add`, and its prompt's ids; None if none is left."""
+        ids = next(self._left, None)
+        if ids is None:
+            return None
+        answer = {"sent": self._now(), "parts": [], "tokens": []}
+        self.answers.append(answer)
+        return answer, ids
+
+    def add(self, answer, tokens):
+        """Takes the time of new tokens."""
+        if tokens:
+            answer["parts"].append((self._now(), len(tokens)))
+            answer["tokens"] += map(int, tokens)
+
+    def reply(self):
+        """Returns the answer to a job whose last token is just there."""
+        return {"seconds": self._now(), "answers": self.answers}
+
+    def _now(self):
+        return round(time.perf_counter() - self.begin, 5)
+
+
 def serve(open_engine):
     """Opens an engine with the settings of the command line and answers jobs until there are none.
 
-    `open_engine(settings)` returns the engine's version and a function of a prompt's ids and of
-    the number of new tokens, which returns what `Watch.reply` does.
+    `open_engine(settings)` returns the engine's version and a function of a job's values, which
+    returns what `Watch.reply` or `Load.reply` does.
     """
     # What libraries print goes to standard error, so that the lines of replies stay whole.
     replies = os.fdopen(os.dup(1), "w")
@@ -59,11 +101,10 @@ def serve(open_engine):
         print(json.dumps(content), file=replies, flush=True)
 
     try:
-        version, generate = open_engine(json.loads(sys.argv[1]))
+        version, answer = open_engine(json.loads(sys.argv[1]))
         reply({"version": version})
         for line in sys.stdin:
-            job = json.loads(line)
-            reply(generate(job["ids"], job["max_new_tokens"]))
+            reply(answer(**json.loads(line)))
     except Exception as error:
         traceback.print_exc()
         reply({"error": f"{type(error).__name__}: {error}"})
