@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self, Unpack
 
 from spec_runtime.bundle.manifest import FEATURES
+from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
@@ -27,7 +28,7 @@ from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sampling import TokenLogprob
 from spec_runtime.stats import Stats
 from spec_runtime.step import Ending, Step
-from spec_runtime.target import Target, Wants
+from spec_runtime.target import SharedPasses, Target, Wants
 from spec_runtime.text.messages import Message, Tools
 from spec_runtime.text.prompt import Prompt, encode_prompt
 from spec_runtime.text.stream import TextStream
@@ -75,9 +76,6 @@ class OpenedDrafter(NamedTuple):
 class ManyAnswers(Protocol):
     """Answers several calls at a time, see lanes.batch.Batch."""
 
-    num_passes: int
-    num_rows: int
-
     def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]: ...
 
 
@@ -89,6 +87,12 @@ class DrafterSource(Protocol):
     def bundle_hash(self) -> str: ...
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
+
+    def open_lane(self, engine: Engine) -> Engine: ...
+
+    def lane_bytes(self, drafter: str) -> int: ...
+
+    def open_passes(self) -> SharedPasses | None: ...
 
     def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers: ...
 
@@ -124,7 +128,7 @@ class Engine:
         drafter: OpenedDrafter,
         opener: DrafterSource | None = None,
         kept_bytes: int = 0,
-        gate: Gate | None = None,
+        beside: Engine | None = None,
     ) -> None:
         if drafter.budget.max_nodes > target.max_nodes:
             raise UserError(
@@ -142,17 +146,26 @@ class Engine:
         feature_width = None
         if drafter.proposer.wants_features:
             feature_width = sum(target.feature_widths.get(name, 0) for name in drafter.features)
-        conversations = Conversations(target, feature_width, kept_bytes)
+        others = None if beside is None else beside._open_parts().conversations
+        conversations = Conversations(target, feature_width, kept_bytes, others)
         self._parts: _Parts | None = _Parts(target, drafter, opener, conversations)
         self._expected = drafter.expected_accepted_length  # None once a warning is out
         self._calls: set[Call] = set()  # that wait or run
-        self._gate = gate
-        self._batch: tuple[int, ManyAnswers] | None = None  # its lanes, once there were some
+        self._lanes: list[Engine] = []  # besides this one, once several calls ran together
+        self._passes: SharedPasses | None = None
 
     @property
     def target(self) -> Target:
         """Returns the target; raises RuntimeError if the engine is closed."""
         return self._open_parts().target
+
+    @property
+    def _opener(self) -> DrafterSource:
+        """Opens what comes from the bundle; raises UserError if there is none."""
+        opener = self._open_parts().opener
+        if opener is None:
+            raise UserError("this engine was not loaded from a bundle: it has one drafter only")
+        return opener
 
     @property
     def _opened(self) -> OpenedDrafter:
@@ -192,10 +205,7 @@ class Engine:
         `name` and `lookup` are those of `load`. Raises UserError for an unknown name or a wrong
         type, and if this engine was not loaded from a bundle.
         """
-        opener = self._open_parts().opener
-        if opener is None:
-            raise UserError("this engine was not loaded from a bundle: it has one drafter only")
-        return self._with(opener.open(name, lookup))
+        return self._with(self._opener.open(name, lookup))
 
     def with_budget(self, budget: Budget) -> Engine:
         """Returns an engine like this one whose trees may spend `budget`."""
@@ -255,42 +265,74 @@ class Engine:
         return self.answer(self.prepare(prompt, **options))
 
     def generate_many(
-        self, prompts: Sequence[Prompt], parallel: int = 8, **options: Unpack[CallOptions]
+        self, prompts: Sequence[Prompt], parallel: int | None = None, **options: Unpack[CallOptions]
     ) -> list[GenerationResult]:
-        """Returns the answer to each prompt, of which up to `parallel` are decoded together.
+        """Returns the answer to each prompt, of which up to `parallel` are decoded together, None
+        for `most_parallel`.
 
         The answers are those of `generate`, with the same options. Each lane has caches of its own,
         which are kept for later calls. Raises what `generate` raises, before anything is decoded.
         """
         calls = [self.prepare(prompt, **options) for prompt in prompts]
         results: dict[int, GenerationResult] = {}
-        with closing(self.open_batch(parallel).answer(calls)) as chunks:
+        parallel = self.most_parallel if parallel is None else parallel
+        with closing(self._opener.open_batch(self, parallel).answer(calls)) as chunks:
             for number, chunk in chunks:
                 if chunk.result is not None:
                     results[number] = chunk.result
         return [results[number] for number in range(len(calls))]
 
-    def open_batch(self, parallel: int) -> ManyAnswers:
-        """Returns what answers up to `parallel` prepared calls together, see lanes.batch.Batch.
+    def lane(self, number: int) -> Engine:
+        """Returns the engine with which the lane of this number answers: this one, or another on a
+        target of its own, which is opened when first asked for and closed with this one.
 
-        It is kept for later calls, as its lanes have caches. Raises UserError for less than one
-        lane, and if this engine was not loaded from a bundle.
+        Raises UserError if this engine was not loaded from a bundle, and has one lane only.
         """
-        opener = self._open_parts().opener
+        while number > len(self._lanes):
+            self._lanes.append(self._opener.open_lane(self))
+        return self if number == 0 else self._lanes[number - 1]
+
+    @property
+    def num_lanes(self) -> int:
+        """Counts the lanes opened so far, besides this engine itself."""
+        return len(self._lanes)
+
+    @property
+    def lane_bytes(self) -> int:
+        """Returns the bytes of memory that the caches of one more lane take."""
+        return self._opener.lane_bytes(self.drafter)
+
+    @property
+    def most_parallel(self) -> int:
+        """Returns how many calls are best decoded together: as many as share a pass, if half of the
+        memory that is free holds their caches."""
+        if self.passes is None:
+            return 1
+        room = available_bytes() // 2 // max(1, self.lane_bytes)
+        return max(1, min(self.passes.max_lanes, 1 + room))
+
+    def share_rows(self) -> None:
+        """Lets lanes of this engine copy each other's rows. Raises UserError if it was not loaded
+        from a bundle: it has one lane only."""
+        _, _, opener, conversations = self._open_parts()
         if opener is None:
             raise UserError("this engine was not loaded from a bundle: it has one lane only")
-        if parallel < 1:
-            raise UserError(f"got parallel {parallel}, expected 1 or more", param="parallel")
-        if self._batch is None or self._batch[0] != parallel:
-            self._batch = parallel, opener.open_batch(self, parallel)
-        return self._batch[1]
+        conversations.are_shared = True
 
-    def lane(self, gate: Gate) -> Engine:
-        """Returns an engine on the same target with the same drafter, whose passes go through
-        `gate`."""
-        target, drafter, opener, conversations = self._open_parts()
-        drafter = drafter._replace(fused=None)
-        return Engine(target, self.tokenizer, drafter, opener, conversations.max_bytes, gate)
+    def may_reuse(self, call: Call) -> bool:
+        """Says whether a call may begin with rows of earlier ones, see Conversations.begin."""
+        return self._open_parts().conversations.may_reuse(call)
+
+    def num_common(self, prompt: Sequence[int]) -> int:
+        """Returns how many tokens at the beginning of the prompt have rows in the target."""
+        return self._open_parts().conversations.num_common(prompt)
+
+    @property
+    def passes(self) -> SharedPasses | None:
+        """Returns what runs a pass for several lanes; None if each lane runs by itself."""
+        if self._passes is None and (opener := self._open_parts().opener) is not None:
+            self._passes = opener.open_passes()
+        return self._passes
 
     def prepare(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
         """Checks the arguments, encodes the prompt and compiles the grammar, for one `answer` or
@@ -335,19 +377,25 @@ class Engine:
 
         return Call(ids, request, text, compile_grammar)
 
-    def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
-        """Yields the chunks of a prepared call, see `chunks`."""
+    def answer(
+        self, call: Call, gate: Gate | None = None
+    ) -> Generator[Chunk, None, GenerationResult]:
+        """Yields the chunks of a prepared call, see `chunks`; with a gate, see `steps_of`, empty
+        ones before each pass."""
         has_logprobs = call.params.logprobs is not None
-        return read_chunks(self.steps_of(call), call.text, has_logprobs)
+        return read_chunks(self.steps_of(call, gate), call.text, has_logprobs)
 
-    def steps_of(self, call: Call) -> Steps:
-        """Yields the steps of a prepared call, see `steps`; their text comes from `call.text`."""
+    def steps_of(self, call: Call, gate: Gate | None = None) -> Steps:
+        """Yields the steps of a prepared call, see `steps`; their text comes from `call.text`.
+
+        With a gate, through which the passes go, it yields WAITS before each of them.
+        """
         assert call.is_compiled, "a grammar would not hold"
         self._calls.add(call)
         call.enter()
         try:
             with self.target.lock.hold(call.holder, call.interruption):
-                return (yield from self._run(self._open_parts(), call))
+                return (yield from self._run(self._open_parts(), call, gate))
         except Interrupted:  # while it waited
             self._open_parts()
             reason = call.interruption.reason or CANCELLED
@@ -430,9 +478,10 @@ class Engine:
         It ends at its next step, or within a long prompt after at most 256 tokens more, with
         finish reason "cancelled". Calls that wait go on waiting.
         """
-        for call in self._calls.copy():
-            if not call.holder.is_waiting:
-                call.end()
+        for engine in (self, *self._lanes):
+            for call in engine._calls.copy():
+                if not call.holder.is_waiting:
+                    call.end()
 
     def close(self) -> None:
         """Ends the running generation as `cancel` does, refuses all others, and gives memory back.
@@ -441,6 +490,9 @@ class Engine:
         stream that nobody reads keeps the memory until it is closed or dropped. Engines on the same
         target (`with_drafter`) go on, and keep it. Closing twice is fine.
         """
+        for lane in self._lanes:
+            lane.close()
+        self._lanes, self._passes = [], None
         self._parts = None
         calls = self._calls.copy()
         for call in calls:
@@ -461,13 +513,14 @@ class Engine:
             raise RuntimeError("this engine is closed; load the bundle again")
         return self._parts
 
-    def _run(self, parts: _Parts, call: Call) -> Steps:
+    def _run(self, parts: _Parts, call: Call, gate: Gate | None) -> Steps:
         target, drafter, _, conversations = parts
         proposer, prompt, params, masks = drafter.proposer, call.prompt, call.params, call.masks
         # plain decoding stays plain: it drafts no forced tokens
         if masks is not None and drafter.name != "none":
             proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused, restored = conversations.begin(call)
+        fused = drafter.fused if gate is None else None
         eos = () if params.ignore_eos else self.tokenizer.eos
         ending = Ending(
             min(params.max_new_tokens, target.max_length - len(prompt)),
@@ -488,7 +541,7 @@ class Engine:
             drafter.features,
             restored,
             masks,
-            self._gate,
+            gate,
         )
         logprobs: list[TokenLogprob] = []
         is_consistent = False
@@ -497,8 +550,8 @@ class Engine:
             proposer.truncate(reused if restored is None else 0)
             if ending.finish_reason is None:
                 steps = generate(run)
-                if drafter.fused is not None:
-                    steps = drafter.fused.around(steps, run)
+                if fused is not None:
+                    steps = fused.around(steps, run)
                 with closing(steps):  # a fused step hands its rows over while the lock is held
                     for step in steps:
                         if step is WAITS:
@@ -521,6 +574,8 @@ class Engine:
         finally:
             if is_consistent:  # not interrupted inside a step
                 conversations.end(call.holder, prompt + run.tokens)
+            else:
+                conversations.fail()
             reason = ending.finish_reason or CANCELLED
             result = self._finish(call, run.tokens, logprobs, stats, reason)
             # what a threshold or a grammar makes of the lengths says little about the drafter

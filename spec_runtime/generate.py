@@ -38,7 +38,7 @@ class Gate:
 
     `drafting` is the run of its drafter that it waits for, or None. `asked` is what it wants of the
     target's pass while it waits for that: a tree of at most `max_rows` nodes, or `chunk_rows`
-    tokens of its prompt. Whoever runs the pass sets `verified`.
+    tokens of its prompt. Whoever runs the pass may cut the tree, and sets `verified`.
     """
 
     max_rows: int = PREFILL_ROWS
@@ -126,7 +126,6 @@ class Decoding:
         self._wants = Wants(names, self._sample.reads_top)
         self._accept, self._budget = _acceptance(run.params, self._sample, run.budget)
         self._clock = Clock(run.stats.timings)
-        self._tree = TokenTree.root(run.prompt[-1])  # last proposed
         self._num_read = run.reused  # tokens of the prompt that have rows
         self._chunks_TF: list[np.ndarray] = []  # features of the prompt's new rows
         self._engine_seconds = 0.0  # the graphs' before the pass
@@ -153,22 +152,20 @@ class Decoding:
         run, target = self._run, self._run.target
         self._clock.start()
         if self.is_reading:
-            self._tree = TokenTree.chain(run.prompt[self._num_read :][:chunk_rows])
-            return self._tree, self._wants, True
+            chunk = TokenTree.chain(run.prompt[self._num_read :][:chunk_rows])
+            return Asked(chunk, self._wants, last_only=True)
         self._engine_seconds = target.run_seconds + run.proposer.run_seconds
         limited = self._budget.within(run.ending.remaining - 1).rooted_at(target.length)
-        if max_rows < limited.max_nodes:
-            limited = replace(limited, max_nodes=max_rows)
-        self._tree = yield from run.proposer.drafting(run.tokens[-1], limited)
+        tree = yield from run.proposer.drafting(run.tokens[-1], limited.at_most(max_rows))
         self._clock.lap("draft")
-        return self._tree, self._wants, False
+        return Asked(tree, self._wants)
 
     def accept(self, verified: Verified) -> Step | None:
         """Commits what the pass over the last proposal says; returns the step, or None while the
         prompt is not read to its end."""
         if self.is_reading:
             return self._accept_chunk(verified)
-        run, target, tree, clock = self._run, self._run.target, self._tree, self._clock
+        run, target, tree, clock = self._run, self._run.target, verified.tree, self._clock
         params, stats = run.params, run.stats
         clock.lap("verify")
         path, token = self._accept(tree, TargetView(self._sample, tree, verified, target.length))
@@ -199,7 +196,7 @@ class Decoding:
     def _accept_chunk(self, verified: Verified) -> Step | None:
         """Commits a chunk of the prompt; after the last one, starts the proposer and returns the
         first token's step."""
-        num_rows = self._tree.num_nodes
+        num_rows = verified.tree.num_nodes
         if self._wants.features:
             self._chunks_TF.append(verified.features(range(num_rows)))
         self._run.target.commit(range(num_rows))

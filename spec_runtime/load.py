@@ -15,10 +15,10 @@ from spec_runtime import backends
 from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.memory import buffer_bytes
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.writing import sha256
-from spec_runtime.generate import Gate
 from spec_runtime.kv import open_cache
 from spec_runtime.lanes.batch import Batch
 from spec_runtime.machine import warn_of_threads
@@ -28,7 +28,7 @@ from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.target import STRICT_GAPS, Target
+from spec_runtime.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.text.tokenizer import Tokenizer
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.templates import paths_of
@@ -101,6 +101,11 @@ class LoadOptions(Runtime):
             "again; how fast an answer comes tells clients whether its prompt was asked before"
         ),
     ] = 0
+    context: Annotated[
+        int | None,
+        Ge(16),
+        Option("Tokens of prompt and answer for which caches have room", unset="the bundle's"),
+    ] = None
     verify: Annotated[bool, Option("Check the hash of every file of the bundle first")] = True
 
     @property
@@ -123,6 +128,7 @@ class LoadArguments(TypedDict, total=False):
     strict: bool
     memory: int
     kept_mb: int
+    context: int | None
     verify: bool
 
 
@@ -148,7 +154,7 @@ def load(
         from spec_runtime.hub.pull import cached  # here: few need it
 
         path = cached(path)
-    bundle = bundles.read(path, options.verify)
+    bundle = _shortened(bundles.read(path, options.verify), options.context)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in known:  # before anything slow
         raise UnknownDrafterError(drafter, known)
@@ -172,9 +178,18 @@ def load(
     return Engine(target, tokenizer, opened, opener, options.kept_mb << 20)
 
 
+def _shortened(bundle: bundles.Bundle, context: int | None) -> bundles.Bundle:
+    """Returns the bundle with a context of at most so many tokens."""
+    info = bundle.manifest.target
+    if context is None or context >= info.max_length:
+        return bundle
+    manifest = replace(bundle.manifest, target=replace(info, max_length=context))
+    return replace(bundle, manifest=manifest)
+
+
 def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
     info, graph = bundle.manifest.target, bundle.manifest.graphs["target"]
-    capacity = info.max_length + info.scratch
+    capacity = _capacity(info)
     backend = backends.open_graph(bundle, graph, capacity, options)
     return Target(
         backend,
@@ -186,6 +201,11 @@ def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
         strict_gap=STRICT_GAPS[info.precision] if options.strict else None,
         sampling=backends.open_sampling(bundle, backend, options),
     )
+
+
+def _capacity(info: bundles.TargetInfo) -> int:
+    """Returns how many rows a cache has: those of the context, and of the largest tree."""
+    return info.max_length + info.scratch
 
 
 class DrafterOpener:
@@ -221,24 +241,34 @@ class DrafterOpener:
         profile = profiles.find(profiles.key_of(self._bundle, opened.name, options.threads))
         return opened if profile is None else _tuned(opened, profile)
 
+    def open_lane(self, engine: Engine) -> Engine:
+        """Opens an engine like this one on a target of its own, with the same weights."""
+        target = _open_target(self._bundle, self._options)
+        opener = DrafterOpener(self._bundle, target, replace(self._options, fused=False))
+        name, _, merged = engine.drafter.partition("+")
+        opened = opener.open(name, bool(merged))._replace(budget=engine.budget)
+        kept_bytes = self._options.kept_mb << 20
+        return Engine(target, engine.tokenizer, opened, opener, kept_bytes, engine)
+
+    def lane_bytes(self, drafter: str) -> int:
+        """Returns the bytes of the caches that a lane with this drafter has."""
+        manifest = self._bundle.manifest
+        name, capacity = drafter.partition("+")[0], _capacity(manifest.target)
+        entries = [entry for entry in manifest.drafters if entry.name == name]
+        graphs = [graph for entry in entries for graph in entry.graphs.values()]
+        return sum(buffer_bytes(graph, capacity) for graph in [manifest.graphs["target"], *graphs])
+
+    def open_passes(self) -> SharedPasses | None:
+        """Opens what runs a pass for several lanes, on the CPU."""
+        if self._options.backend != "onnxruntime":
+            return None
+        from spec_runtime.backends.lanes import LanePasses  # here: only it needs onnxruntime
+
+        return LanePasses(self._bundle, self._options)
+
     def open_batch(self, engine: Engine, parallel: int) -> Batch:
-        """Opens lanes for `parallel` calls at a time, the first on the engine's own target. They
-        share passes on the CPU."""
-        passes = None
-        if self._options.backend == "onnxruntime":
-            from spec_runtime.backends.lanes import LanePasses  # here: only it needs onnxruntime
-
-            passes = LanePasses(self._bundle, self._options)
-
-        def open_engine(gate: Gate) -> Engine:
-            options = self._options
-            target = _open_target(self._bundle, options)
-            opener = DrafterOpener(self._bundle, target, options)
-            opened = opener.open(options.drafter, options.lookup)._replace(fused=None)
-            kept_bytes = options.kept_mb << 20
-            return Engine(target, engine.tokenizer, opened, opener, kept_bytes, gate)
-
-        return Batch([engine.lane, *[open_engine] * (parallel - 1)], passes)
+        """See lanes.batch.Batch."""
+        return Batch(engine, parallel)
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -344,7 +344,12 @@ class Target:
         return feeds
 
 
-Asked = tuple[TokenTree, Wants, bool]  # the arguments of Target.verify
+class Asked(NamedTuple):
+    """Holds the arguments of `Target.verify`."""
+
+    tree: TokenTree
+    wants: Wants = LOGITS
+    last_only: bool = False
 
 
 class SharedPasses(Protocol):

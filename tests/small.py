@@ -19,8 +19,9 @@ from spec_runtime.bundle.manifest import (
     TensorSpec,
     TokenizerInfo,
 )
-from spec_runtime.engine import Engine, ManyAnswers, OpenedDrafter
+from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
@@ -123,12 +124,22 @@ class ToyOpener:
         proposer: Proposer = PlainProposer() if name == "none" else MergedProposer(PlainProposer())
         return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
 
-    def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers:
-        raise AssertionError("not asked for")
+    def open_lane(self, engine: Engine) -> Engine:
+        return toy_engine(engine.drafter, engine)
+
+    def lane_bytes(self, drafter: str) -> int:
+        return 0
+
+    def open_passes(self) -> None:
+        """Returns None: each lane runs by itself."""
+
+    def open_batch(self, engine: Engine, parallel: int) -> Batch:
+        return Batch(engine, parallel)
 
 
-def toy_engine(drafter: str | None = None) -> Engine:
-    """Returns an engine whose text is four letters in loops, which prompt lookup guesses well."""
+def toy_engine(drafter: str | None = None, beside: Engine | None = None) -> Engine:
+    """Returns an engine whose text is four letters in loops, which prompt lookup guesses well; a
+    lane `beside` another, if one is given."""
     backend = ToyTarget(vocab_size=ByteTokenizer.vocab_size, capacity=256, noise=0.5)
     backend.table_VV = backend.table_VV % 4 + ord("a")
     target = Target(
@@ -140,7 +151,8 @@ def toy_engine(drafter: str | None = None) -> Engine:
 
     opener = ToyOpener()
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
-    return Engine(target, ByteTokenizer(template), opener.open(drafter, None), opener)
+    opened = opener.open(drafter, None)
+    return Engine(target, ByteTokenizer(template), opened, opener, beside=beside)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

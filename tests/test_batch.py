@@ -21,6 +21,7 @@ import spec_runtime
 from spec_export import drafters, make_bundle
 from spec_export.make_bundle import BuildOptions
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.options import CallOptions
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
@@ -81,7 +82,7 @@ def test_calls_of_all_kinds_join_and_leave_at_any_time(folder: Path) -> None:
             event.set()
             options["cancel"] = event
         calls.append(engine.prepare(prompt, **options))
-    batch = engine.open_batch(NUM_LANES)
+    batch = Batch(engine, NUM_LANES)
     results: dict[int, Any] = {}
     texts = [""] * len(calls)
     for number, chunk in batch.answer(calls):
@@ -103,7 +104,7 @@ def test_a_batch_that_is_left_can_be_used_again(folder: Path) -> None:
     engine = spec_runtime.load(folder, "eagle", threads=1)
     options: CallOptions = {"max_new_tokens": 30, "ignore_eos": True}
     expected = [engine.generate(prompt, **options).token_ids for prompt in MANY]
-    batch = engine.open_batch(NUM_LANES)
+    batch = Batch(engine, NUM_LANES)
     for length in (0, 1, 7):
         answers = batch.answer([engine.prepare(prompt, **options) for prompt in MANY])
         for _ in range(length):

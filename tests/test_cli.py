@@ -47,6 +47,7 @@ LOADING: dict[str, tuple[Any, str]] = {
     "fused": (True, "--fused"),
     "strict": (True, "--strict"),
     "memory": (7, "--memory=7"),
+    "context": (99, "--context=99"),
 }
 
 

@@ -100,7 +100,7 @@ def command(
             what += ", for everybody who reaches it: no --api-key-env was given"
 
         def say(how: str) -> None:
-            print(f"{how} {what}", file=sys.stderr, flush=True)
+            print(f"{how} {what}{served.lanes}", file=sys.stderr, flush=True)
 
         if workers == 1:
             processes.serve(served, bound, lambda: say("serving"))

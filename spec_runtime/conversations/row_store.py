@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,10 +46,12 @@ class RestoredRows(NamedTuple):
 
 
 class RowStore:
-    """Keeps rows of conversations up to `max_bytes`; that least recently used goes first."""
+    """Keeps rows of conversations up to `max_bytes`; that least recently used goes first. Threads
+    may share it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self._lock = threading.RLock()
         self._kept: list[ConversationRows] = []  # the last used is the last
 
     @property
@@ -63,32 +66,35 @@ class RowStore:
         if rows.num_bytes > self.max_bytes:
             return
         length = len(rows.tokens)
-        self._kept = [
-            kept
-            for kept in self._kept
-            if common_length(kept.tokens, rows.tokens) < len(kept.tokens)
-        ]
-        if any(common_length(kept.tokens, rows.tokens) == length for kept in self._kept):
-            return  # a longer one begins with them
-        self._kept.append(rows)
-        while self.num_bytes > self.max_bytes:
-            del self._kept[0]
+        with self._lock:
+            self._kept = [
+                kept
+                for kept in self._kept
+                if common_length(kept.tokens, rows.tokens) < len(kept.tokens)
+            ]
+            if any(common_length(kept.tokens, rows.tokens) == length for kept in self._kept):
+                return  # a longer one begins with them
+            self._kept.append(rows)
+            while self.num_bytes > self.max_bytes:
+                del self._kept[0]
 
     def drop(self, rows: ConversationRows) -> None:
         """Keeps these rows no longer."""
-        self._kept = [kept for kept in self._kept if kept is not rows]
+        with self._lock:
+            self._kept = [kept for kept in self._kept if kept is not rows]
 
     def find(self, prompt: Sequence[int]) -> tuple[ConversationRows | None, int]:
         """Returns the rows that have the most tokens in common with the prompt's beginning, and how
         many, and counts them as used."""
         best, length = None, 0
-        for kept in self._kept:
-            num_common = common_length(kept.tokens, prompt)
-            if num_common > length:
-                best, length = kept, num_common
-        if best is not None:
-            self.drop(best)
-            self._kept.append(best)
+        with self._lock:
+            for kept in self._kept:
+                num_common = common_length(kept.tokens, prompt)
+                if num_common > length:
+                    best, length = kept, num_common
+            if best is not None:
+                self.drop(best)
+                self._kept.append(best)
         return best, length
 
 

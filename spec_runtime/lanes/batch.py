@@ -1,118 +1,267 @@
 """Answers several calls at a time: each on a lane, and one pass of the target for all lanes.
 
-A lane is an engine with a target, caches and a drafter of its own, which shares weights with the
-others. What a call gets does not depend on who shares its passes.
+What a call gets does not depend on who shares its passes.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
 from spec_runtime.engine import Engine
-from spec_runtime.generate import Gate
+from spec_runtime.errors import UserError
+from spec_runtime.lanes.lane import Lane, Observe
+from spec_runtime.lanes.row_budget import RowBudget
 from spec_runtime.requests.call import Call
-from spec_runtime.requests.result import Chunk, GenerationResult
-from spec_runtime.target import PREFILL_ROWS, SharedPasses, verify_together
+from spec_runtime.requests.result import Chunk
+from spec_runtime.target import PREFILL_ROWS, Asked, verify_together
 
-# Rows of a pass that several share: of all trees together, and of a chunk of one prompt.
-TREE_ROWS, CHUNK_ROWS = 16, 64
+MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
+MIN_CHUNK = 8  # rows of a prompt in a pass, however slow that is
+CHUNK_WEIGHT = 1 / 8  # of the newest chunk in what a prompt's row takes
+LONGEST_GAP = 0.25  # seconds of a pass in which others decode, that prompts' chunks fill up
+
+Owner = Any
+MayGoOn = Callable[[Owner], bool]
 
 
-class Lane:
-    """Answers one call at a time, pass by pass; `open_engine` opens its engine when first used."""
+@dataclass(frozen=True)
+class Pass:
+    """Says what one pass of the target carried: rows of so many lanes, of which the drafted nodes
+    and the prompts' tokens, and how many nodes were drafted in all."""
 
-    def __init__(self, open_engine: Callable[[Gate], Engine]) -> None:
-        self.gate = Gate()
-        self.number = -1  # of the call that is answered
-        self._open_engine = open_engine
-        self._engine: Engine | None = None
-        self._chunks: Generator[Chunk, None, GenerationResult] | None = None
-
-    @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._open_engine(self.gate)
-        return self._engine
-
-    @property
-    def is_free(self) -> bool:
-        return self._chunks is None
-
-    def begin(self, number: int, call: Call) -> None:
-        """Begins to answer a call."""
-        self.number, self._chunks = number, self.engine.answer(call)
-
-    def advance(self) -> Iterator[Chunk]:
-        """Yields the call's chunks until it waits for a pass or ends."""
-        while self._chunks is not None:
-            chunk = next(self._chunks)
-            if self.gate.drafting is not None:
-                self.gate.drafting.run()
-                continue
-            if self.gate.asked is not None:
-                return
-            if chunk.result is not None:
-                self._chunks = None
-            yield chunk
-
-    def close(self) -> None:
-        """Ends the call, if one is answered."""
-        if self._chunks is not None:
-            self._chunks.close()
-            self._chunks = self.gate.asked = None
+    lanes: int
+    rows: int
+    granted: int
+    drafted: int
+    prompt_rows: int
+    seconds: float
 
 
 class Batch:
     """Decodes up to `parallel` calls together, a pass for all of them.
 
-    `open_engines` open the engine of each lane, when first used. Without `passes` each runs by
-    itself.
+    Lanes are opened when first used. Prompts are read in chunks that ride along with what others
+    decode, so that a pass takes about LONGEST_GAP seconds at most; the one that came first gets
+    half of the rows. Where several decode, a RowBudget hands out the rows of their trees. One
+    thread uses it at a time.
+
+    Raises UserError for less than one lane, or for several if the engine was not loaded from a
+    bundle.
     """
 
-    def __init__(
-        self, open_engines: Sequence[Callable[[Gate], Engine]], passes: SharedPasses | None
-    ) -> None:
-        self._lanes = [Lane(each) for each in open_engines]
-        self._passes = passes
+    def __init__(self, engine: Engine, parallel: int = 1) -> None:
+        if parallel < 1:
+            raise UserError(f"got parallel {parallel}, expected 1 or more", param="parallel")
+        if parallel > 1:
+            engine.share_rows()
+        self._engine = engine
+        self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
+        self._order: list[Lane] = []  # those that answer, the one that began first comes first
+        self._budget = RowBudget()
+        self._row_seconds = 0.005  # of a prompt's row, until it is known
+        self._cycle_begun = 0.0
+        self.on_pass: Callable[[Pass], None] = lambda ran: None
+        self.has_gone_on = False
         self.num_passes = self.num_rows = 0
+
+    @property
+    def parallel(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def num_active(self) -> int:
+        """Counts the lanes that answer a call."""
+        return len(self._order)
+
+    def lane_for(self, call: Call) -> Lane | None:
+        """Returns the free lane that has most of the prompt's rows, or None where the call has to
+        wait: for a lane, or for another to read the same prompt, whose rows it can then copy."""
+        free = [lane for lane in self._lanes if lane.is_free]
+        if free and self._order:
+            free = [lane for lane in free if not lane.is_taken]
+            if self._engine.may_reuse(call) and any(_share(each, call) for each in self._order):
+                return None
+        return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
+
+    def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
+        """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
+        lane.begin(owner, call, observe)
+        self._order.append(lane)
+
+    def turn(
+        self, may_go_on: MayGoOn = lambda owner: True
+    ) -> Generator[tuple[Owner, Chunk | Exception], None, None]:
+        """Takes all calls on to their next pass, and runs it; yields what comes of them, each with
+        its call's owner.
+
+        Calls that may not go on wait, and so do those that come to a pass later. An error ends its
+        own call only, or all that share a pass that fails. `has_gone_on` says whether any went on.
+        """
+        going = [lane for lane in self._order if may_go_on(lane.owner)]
+        self.has_gone_on = bool(going)
+        self._share_out(going)
+        num_tokens = 0
+        waits = {lane for lane in going if lane.gate and lane.gate.asked and not lane.gate.verified}
+        for lane, found in self._advance([lane for lane in going if lane not in waits]):
+            num_tokens += len(found.token_ids) if isinstance(found, Chunk) else 0
+            yield lane.owner, found
+        self._order = [lane for lane in self._order if not lane.is_free]
+        asking = [lane for lane in self._order if lane.gate is not None and lane.gate.asked]
+        asking = [lane for lane in asking if lane in going]
+        now = time.perf_counter()
+        if len(asking) > 1 and self._cycle_begun:
+            self._budget.add_cycle(num_tokens, now - self._cycle_begun)
+        self._cycle_begun = now
+        passes = self._engine.passes
+        most = 1 if passes is None else passes.max_lanes
+        num_groups = -(-len(asking) // most)
+        for group in range(num_groups):
+            lanes = asking[group::num_groups]
+            try:
+                self._run(lanes)
+            except Exception as error:
+                for lane in lanes:
+                    lane.close()
+                    self._order.remove(lane)
+                    yield lane.owner, error
 
     def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]:
         """Yields the chunks of prepared calls as they come, each with its call's number.
 
         Calls begin in their order as lanes become free. A call whose interruption ends it gives a
-        result too. Closing the iterator ends all calls.
+        result too. Closing the iterator ends all calls; an error of one is raised, and ends them.
         """
         waiting = deque(enumerate(calls))
-        with ExitStack() as stack:
-            for lane in self._lanes:
-                stack.callback(lane.close)
-            while waiting or not all(lane.is_free for lane in self._lanes):
-                for lane in self._lanes:
-                    if lane.is_free and waiting:
-                        lane.begin(*waiting.popleft())
-                active = [lane for lane in self._lanes if not lane.is_free]
-                for lane in active:
-                    lane.gate.max_rows = max(1, TREE_ROWS // len(active))
-                    lane.gate.chunk_rows = CHUNK_ROWS if len(active) > 1 else PREFILL_ROWS
+        try:
+            while waiting or self._order:
+                while waiting and (lane := self.lane_for(waiting[0][1])) is not None:
+                    self.begin(lane, *waiting.popleft())
+                with closing(self.turn()) as found:
+                    for number, chunk in found:
+                        if isinstance(chunk, Exception):
+                            raise chunk
+                        yield number, chunk
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for lane in self._order:
+            lane.close()
+        self._order = []
+
+    def _share_out(self, lanes: Sequence[Lane]) -> None:
+        """Sets how many rows each lane may ask of the next pass."""
+        if len(lanes) == 1:
+            lanes[0].limit(PREFILL_ROWS, PREFILL_ROWS)
+            return
+        most = self._budget.most_rows(max(1, len(lanes)))
+        reading = [lane for lane in lanes if lane.is_reading and lane.num_unread > 0]
+        left = PREFILL_ROWS
+        if len(reading) < len(lanes):  # others decode
+            line = self._budget.line(len(lanes))
+            room = LONGEST_GAP - float(line.seconds(len(lanes)))
+            left = max(MIN_CHUNK, min(PREFILL_ROWS, int(room / self._row_seconds)))
+        shares = _shares(left, [lane.num_unread for lane in reading])
+        for lane in lanes:
+            lane.limit(1 if lane.gain.is_resting else most, 1)
+        for lane, share in zip(reading, shares, strict=True):
+            lane.limit(most, share)
+
+    def _advance(self, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Chunk | Exception]]:
+        """Takes lanes to their next pass, and the budget with them; yields what comes of it."""
+        judged = [(lane, lane.gate.asked) for lane in lanes if lane.gate and lane.gate.asked]
+        moving = lanes
+        for lane in lanes:
+            lane.seconds = 0.0
+        while moving:
+            for lane in moving:
+                try:
+                    if lane.gate and lane.gate.drafting:
+                        lane.gate.drafting.run()
+                        lane.seconds += lane.gate.drafting.seconds
                     for chunk in lane.advance():
-                        yield lane.number, chunk
-                asking = [lane for lane in active if lane.gate.asked is not None]
-                most = 1 if self._passes is None else self._passes.max_lanes
-                for begin in range(0, len(asking), most):
-                    self._run(asking[begin : begin + most])
+                        yield lane, chunk
+                except Exception as error:
+                    lane.close()
+                    yield lane, error
+            moving = [lane for lane in moving if lane.gate and lane.gate.drafting]
+        num_lanes = len(self._order)
+        for lane, before in judged:
+            if before.last_only:
+                continue
+            self._budget.add_step(before.tree, lane.num_accepted)
+            if lane.gate and lane.gate.asked and num_lanes > 1:
+                self._budget.add_host(lane.seconds, lane.gate.asked.tree.num_nodes > 1)
+                price = self._budget.price(num_lanes, before.tree.num_nodes - 1)
+                lane.gain.add(lane.num_accepted, price)
 
     def _run(self, lanes: Sequence[Lane]) -> None:
-        """Runs one pass for these lanes."""
-        targets, asked = [], []
-        for lane in lanes:
-            assert lane.gate.asked is not None, lane.number
-            targets.append(lane.engine.target)
-            asked.append(lane.gate.asked)
+        """Runs one pass for these lanes, over as many nodes of their trees as pay."""
+        gates = [lane.gate for lane in lanes if lane.gate is not None]
+        asked = [gate.asked for gate in gates if gate.asked is not None]
+        drafted = sum(each.tree.num_nodes - 1 for each in asked if not each.last_only)
+        prompt_rows = sum(each.tree.num_nodes for each in asked if each.last_only)
+        if len(lanes) > 1:
+            cut = [k for k, lane in enumerate(lanes) if lane.cuts_trees and _has_odds(asked[k])]
+            whole = sum(each.tree.num_nodes for k, each in enumerate(asked) if k not in cut)
+            read = prompt_rows * self._row_seconds
+            trees = [asked[k].tree for k in cut]
+            sizes = self._budget.sizes(trees, len(lanes), whole - prompt_rows, read)
+            for k, size in zip(cut, sizes, strict=True):
+                gates[k].asked = asked[k] = asked[k]._replace(tree=asked[k].tree.first(size))
+        begin = time.perf_counter()
+        targets = [lane.engine.target for lane in lanes]
+        found = verify_together(self._engine.passes, targets, asked)
+        seconds = time.perf_counter() - begin
+        for gate, verified in zip(gates, found, strict=True):
+            gate.verified = verified
+        rows = sum(each.tree.num_nodes for each in asked)
+        if not prompt_rows:
+            self._budget.add(len(lanes), rows, seconds)
+        else:
+            of_trees = float(self._budget.line(len(lanes)).seconds(rows - prompt_rows))
+            row_seconds = max(1e-5, (seconds - of_trees) / prompt_rows)
+            self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
         self.num_passes += 1
-        self.num_rows += sum(tree.num_nodes for tree, *_ in asked)
-        for lane, verified in zip(
-            lanes, verify_together(self._passes, targets, asked), strict=True
-        ):
-            lane.gate.verified = verified
+        self.num_rows += rows
+        granted = rows - prompt_rows - sum(not each.last_only for each in asked)
+        self.on_pass(Pass(len(lanes), rows, granted, drafted, prompt_rows, seconds))
+
+
+def _has_odds(asked: Asked) -> bool:
+    """Says whether a tree has probabilities, and nothing but drafted nodes."""
+    return not asked.last_only and asked.tree.log_prob_N is not None
+
+
+def _share(lane: Lane, call: Call) -> bool:
+    """Says whether the lane reads a prompt that begins as the first half of this call's does."""
+    length = max(MIN_SHARED, len(call.prompt) // 2)
+    reads = lane.call.prompt if lane.is_reading and lane.call is not None else []
+    return length <= len(call.prompt) and reads[:length] == call.prompt[:length]
+
+
+def _least(num_common: int) -> int:
+    """Returns 0 for so few rows that they decide nothing."""
+    return num_common if num_common >= MIN_SHARED else 0
+
+
+def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
+    """Divides the rows of a pass among prompts: half to the first, the rest in equal parts, and
+    what one does not want to those after it; each gets at least one.
+
+    >>> _shares(64, [20, 100, 100])
+    [20, 22, 22]
+    """
+    shares = []
+    for i, most in enumerate(wanted):
+        num_left = len(wanted) - i
+        part = rows // 2 if i == 0 and num_left > 1 else rows // num_left
+        shares.append(max(1, min(part, most)))
+        rows = max(0, rows - shares[-1])
+    return shares

@@ -1,8 +1,8 @@
 """Holds the answers to one HTTP request: counts them as they come, and ends them in time.
 
-The queue decodes one answer at a time, and a slow reader must not hold it. Chunks are therefore
-kept until the client takes them. An answer is no longer than the bundle's context, and the number
-of open streams is limited, so that this memory is limited as well.
+A slow reader must not hold a lane that others wait for. Chunks are therefore kept until the client
+takes them. An answer is no longer than the bundle's context, and the number of open streams is
+limited, so that this memory is limited as well.
 """
 
 from __future__ import annotations
@@ -11,36 +11,43 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from spec_runtime import Chunk, Engine, GenerationResult
+from spec_runtime import Chunk, GenerationResult
+from spec_runtime.lanes.lane import Observe
 from spec_runtime.serving.errors import as_api_error, stopped, timed_out
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 
 
 class Answers:
-    """Iterates over (index of the choice, chunk) of a request's answers, one after the other.
+    """Iterates over (index of the choice, chunk) of a request's answers as they come.
 
-    `results` holds what has been answered. Iterating raises ApiError for whatever goes wrong, also
-    when `timeout` seconds are over, the wait included. `close` has to be called in the end. Raises
-    QueueFull if there is no place at the engine, or too many streams are open.
+    `results` holds what has been answered, in the order of the choices. Iterating raises ApiError
+    for whatever goes wrong, also when `timeout` seconds are over, the wait included. `close` has to
+    be called in the end. Raises QueueFull if there is no place at the engine, or too many streams
+    are open.
     """
 
     def __init__(
         self,
         queue: EngineQueue,
-        engine: Engine,
         prepare: Prepare,
         is_stream: bool,
         timeout: float,
         metrics: Metrics,
+        observe: Observe | None = None,
     ) -> None:
-        self.results: list[GenerationResult] = []
+        self._results: dict[int, GenerationResult] = {}
         self._metrics = metrics
         self._timeout = timeout
-        self._begun = self._last = time.monotonic()  # of the choice, and of its last tokens
-        self._first_seconds = 0.0
-        self._job = queue.ask(engine, prepare, is_stream=is_stream, on_chunk=self._count)
+        self._begun = time.monotonic()
+        self._last: dict[int, float] = {}  # when the last tokens of each choice came
+        self._first_seconds: dict[int, float] = {}  # from the request to those of a choice
+        self._job = queue.ask(prepare, observe=observe, is_stream=is_stream, on_chunk=self._count)
         self._timer = asyncio.get_running_loop().call_later(timeout, self._time_out)
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        return [result for _, result in sorted(self._results.items(), key=lambda item: item[0])]
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
         try:
@@ -71,14 +78,13 @@ class Answers:
         """Counts a chunk as it comes. Raises ApiError for an answer that a stop has cut off."""
         now = time.monotonic()
         if chunk.token_ids:
-            is_first = self._last == self._begun
+            is_first = index not in self._last
             if is_first:
-                self._first_seconds = now - self._begun
-            self._metrics.count_chunk(now - self._last, is_first)
-            self._last = now
+                self._first_seconds[index] = now - self._begun
+            self._metrics.count_chunk(now - self._last.get(index, self._begun), is_first)
+            self._last[index] = now
         if chunk.result is not None:
-            self.results.append(chunk.result)
-            self._metrics.count_answer(chunk.result, self._first_seconds)
-            self._begun = self._last = now
+            self._results[index] = chunk.result
+            self._metrics.count_answer(chunk.result, self._first_seconds.get(index, 0.0))
             if chunk.result.finish_reason == "cancelled":
                 raise stopped()

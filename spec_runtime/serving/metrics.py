@@ -14,12 +14,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from spec_runtime import GenerationResult
+from spec_runtime.lanes.batch import Pass
 from spec_runtime.stats import PHASES
 
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads this when it is imported
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 STEPS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2)
 RATES = (1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 600, 1000, 2000)
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12)
 
 
@@ -54,6 +56,10 @@ class Metrics:
         self._first = histogram("first_token_seconds", "From request to first token.", LATENCIES)
         self._prefill = histogram("prefill_seconds", "Time to read the prompt.", LATENCIES)
         self._step = histogram("step_seconds", "From one step's text to the next's.", STEPS)
+        self._lanes = counter("passes", "Passes of the target by lanes that shared them.", "lanes")
+        self._nodes = counter("nodes", "Drafted nodes by lanes and what they got.", "lanes", "got")
+        self._rows = histogram("pass_rows", "Rows of a pass, prompts' among them.", ROWS)
+        self._pass = histogram("pass_seconds", "Time that a pass took.", STEPS)
         self._rate = histogram("tokens_per_second", "Decoding speed of answers.", RATES)
         self._length = histogram("accepted_length", "Tokens a verify pass, of answers.", LENGTHS)
 
@@ -68,6 +74,14 @@ class Metrics:
     def count_chunk(self, seconds: float, is_first: bool) -> None:
         """Counts a chunk that came `seconds` after the one before, or after the request."""
         (self._first if is_first else self._step).observe(seconds)
+
+    def count_pass(self, ran: Pass) -> None:
+        """Counts a pass that lanes shared, or one lane's by itself."""
+        self._lanes.labels(ran.lanes).inc()
+        self._rows.observe(ran.rows)
+        self._pass.observe(ran.seconds)
+        for got, number in (("drafted", ran.drafted), ("granted", ran.granted)):
+            self._nodes.labels(ran.lanes, got).inc(number)
 
     def count_end(self, reason: str) -> None:
         """Counts the end of a generation: its finish reason, also where there is no result."""
@@ -111,6 +125,9 @@ class CarriedMetrics(Metrics):
 
     def count_chunk(self, seconds: float, is_first: bool) -> None:
         self._counts.append(("count_chunk", (seconds, is_first)))
+
+    def count_pass(self, ran: Pass) -> None:
+        self._counts.append(("count_pass", (ran,)))
 
     def count_end(self, reason: str) -> None:
         self._counts.append(("count_end", (reason,)))

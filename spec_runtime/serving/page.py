@@ -70,7 +70,7 @@ class TreeRecorder(ProposerWrapper):
 async def answer(service: Service, body: PageRequest, request: Request) -> Response:
     """Returns a stream of events: pieces of text with their depths, then result and tree.
 
-    Each request has an engine of its own on the server's target, so that none reuses rows of an
+    Each request has an engine of its own on a lane's target, so that none reuses rows of an
     earlier prompt: with and without the drafter, the prompt is read in full.
     """
     engine = service.engine
@@ -85,26 +85,27 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
             max_new_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed
         )
         prompt = service.check_prompt(engine.encode(body.prompt), "prompt")
-        return [watched.make_call(prompt, params=params)]
+        return [engine.make_call(prompt, params=params)]
 
-    plain = OpenedDrafter("none", PlainProposer(), Budget(1))
-    watched = (
-        engine.observed(record) if body.drafter else Engine(engine.target, engine.tokenizer, plain)
-    )
-    answers = service.begin(request, watched, prepare, is_stream=True)
-    return service.event_stream(request, answers, _events(answers, watched, recorders))
+    def observe(lane: Engine) -> Engine:
+        plain = OpenedDrafter("none", PlainProposer(), Budget(1))
+        return lane.observed(record) if body.drafter else Engine(lane.target, lane.tokenizer, plain)
+
+    answers = service.begin(request, prepare, is_stream=True, observe=observe)
+    drafter = engine.drafter if body.drafter else "none"
+    return service.event_stream(request, answers, _events(answers, engine, drafter, recorders))
 
 
 async def _events(
-    answers: Answers, engine: Engine, recorders: list[TreeRecorder]
+    answers: Answers, engine: Engine, drafter: str, recorders: list[TreeRecorder]
 ) -> AsyncGenerator[str, None]:
     async for _, chunk in answers:
         if chunk.token_ids or chunk.pieces:
             pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
     tree = recorders[0].last if recorders else None
-    svg = None if tree is None else drawn(engine.tokenizer, engine.drafter, *tree)
-    figures = _figures(answers.results[0], engine.drafter, engine.target.precision)
+    svg = None if tree is None else drawn(engine.tokenizer, drafter, *tree)
+    figures = _figures(answers.results[0], drafter, engine.target.precision)
     yield event_of({"result": figures, "tree": svg})
 
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from typing import Any, TextIO
 
@@ -39,15 +39,17 @@ SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 log = logging.getLogger("spec_runtime")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServedBundle:
     """Opens a bundle and makes its app, in this process or, after pickling, in a worker.
 
-    `arguments` are those of `spec_runtime.load`.
+    `arguments` are those of `spec_runtime.load`. `lanes` says, once it is open here, how many
+    answers are decoded together.
     """
 
     arguments: dict[str, Any]
     settings: Settings = field(repr=False)  # which has the API key
+    lanes: str = field(default="", init=False)
 
     def open(self) -> ASGIApp:
         from spec_runtime.serving.app import make_app  # here: it imports prometheus_client
@@ -55,7 +57,11 @@ class ServedBundle:
         engine = load(**self.arguments)
         set_up_logs()
         open_compiler(engine)
-        return EndingApp(make_app(engine, self.settings))
+        parallel = self.settings.parallel or engine.most_parallel
+        if parallel > 1:
+            megabytes = engine.lane_bytes / 1e6
+            self.lanes = f", {parallel} answers together of {megabytes:.0f} MB each"
+        return EndingApp(make_app(engine, replace(self.settings, parallel=parallel)))
 
     def __call__(self) -> ASGIApp:
         """Returns the app of a worker process; ends the process in one line if there is none."""

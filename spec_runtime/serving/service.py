@@ -13,6 +13,8 @@ from starlette.responses import Response
 from spec_runtime import Engine, SamplingParams
 from spec_runtime.constraints.tools import format_of_choice
 from spec_runtime.errors import UserError
+from spec_runtime.lanes.batch import Batch
+from spec_runtime.lanes.lane import Observe
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.errors import ApiError, Json, as_api_error
@@ -32,10 +34,10 @@ PREPARATION_SECONDS = 10.0  # a long prompt takes a few tenths
 
 
 class Service:
-    """Answers chat and completion requests, in the order of their coming.
+    """Answers chat and completion requests, in the order of their coming, several together.
 
-    At most 1 + max_waiting requests are in the queue. A stream whose client reads slowly leaves the
-    engine to others and counts among the open streams only.
+    At most parallel + max_waiting requests are in the queue. A stream whose client reads slowly
+    leaves the engine to others and counts among the open streams only.
     """
 
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics | None = None) -> None:
@@ -43,8 +45,12 @@ class Service:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.started = int(time.time())
-        self.admission = Admission(settings.max_waiting, settings.max_streams, self._note_counts)
-        self.queue = EngineQueue(self.admission)
+        self.batch = Batch(engine, settings.parallel or engine.most_parallel)
+        self.batch.on_pass = self.metrics.count_pass
+        self.admission = Admission(
+            settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel
+        )
+        self.queue = EngineQueue(self.batch, self.admission)
 
     @property
     def is_ready(self) -> bool:
@@ -106,14 +112,15 @@ class Service:
     def begin(
         self,
         request: Request,
-        engine: Engine,
         prepare: Prepare,
         is_stream: bool,
         num_prompts: int = 1,
+        observe: Observe | None = None,
     ) -> Answers:
         """Puts in the queue a request whose prompts have equally many calls, one after the other.
 
-        Raises QueueFull if there is no place.
+        `observe` makes of a lane's engine the one that answers. Raises QueueFull if there is no
+        place.
         """
         log = request.scope["log"]
 
@@ -124,7 +131,7 @@ class Service:
             return calls
 
         timeout, metrics = self.settings.timeout, self.metrics
-        return Answers(self.queue, engine, prepare_and_note, is_stream, timeout, metrics)
+        return Answers(self.queue, prepare_and_note, is_stream, timeout, metrics, observe)
 
     def event_stream(
         self, request: Request, answers: Answers, events: AsyncGenerator[str, None]
@@ -145,7 +152,7 @@ class Service:
         writer: Writer,
         num_prompts: int,
     ) -> Response:
-        answers = self.begin(request, self.engine, prepare, bool(body.stream), num_prompts)
+        answers = self.begin(request, prepare, bool(body.stream), num_prompts)
         if body.stream:
             request.scope["log"]["stream"] = True
             events = _events(answers, writer, body.includes_usage, num_prompts)
@@ -212,7 +219,7 @@ class Service:
 
     def _note_counts(self) -> None:
         admission, metrics = self.admission, self.metrics
-        metrics.running.set(min(1, admission.num_requests))
+        metrics.running.set(min(self.batch.parallel, admission.num_requests))
         metrics.waiting.set(admission.num_waiting)
         metrics.streams.set(admission.num_streams)
 

@@ -24,6 +24,14 @@ class ServerLimits(Checked):
     Raises UserError for a value outside of its range.
     """
 
+    parallel: Annotated[
+        int | None,
+        Ge(1),
+        Option(
+            "Answers decoded together, each with caches of its own",
+            unset="8 on the CPU, if there is memory; else 1",
+        ),
+    ] = None
     max_waiting: Annotated[int, Ge(0), Option("Requests that wait; more get 429")] = 32
     max_streams: Annotated[int, Ge(1), Option("Streams open at a time; more get 429")] = 64
     max_body: Annotated[int, Ge(1), Option("Bytes of a request; larger ones get 413")] = 1 << 20

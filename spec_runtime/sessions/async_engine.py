@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Self, Unpack
 
 from spec_runtime.engine import Engine
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
@@ -20,18 +21,22 @@ MAX_UNREAD = 4  # chunks of a stream that its reader may lag behind
 class AsyncEngine:
     """Answers calls from any number of asyncio tasks with one engine, in the order asked.
 
-    At most `max_waiting` calls wait for those before them; a further one raises QueueFull. A call
-    ends within one step when its task is cancelled or its stream is closed. A stream is computed at
-    most four chunks ahead of its reader, for which later calls wait: a `timeout` ends the calls of
-    readers that are too slow. Tasks of several event loops may share it. It owns the engine:
-    `close`, or `async with`, closes both.
+    Up to `parallel` calls are decoded together, each with caches of its own, which are opened when
+    first used; None decides as Engine.most_parallel does. Each gets the tokens it would get by
+    itself. At most `max_waiting` calls wait for those before them; a further one raises QueueFull.
+    A call ends within one step when its task is cancelled or its stream is closed. A stream is
+    computed at most four chunks ahead of its reader, and then waits, while others go on: a
+    `timeout` ends the calls of readers that are too slow. Tasks of several event loops may share
+    it. It owns the engine: `close`, or `async with`, closes both.
 
-    Raises UserError if max_waiting is below 0.
+    Raises UserError if max_waiting is below 0, and for a `parallel` that Batch refuses.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int = 64) -> None:
+    def __init__(self, engine: Engine, max_waiting: int = 64, parallel: int | None = None) -> None:
         self.engine = engine
-        self._queue = EngineQueue(Admission(max_waiting))
+        self._batch = Batch(engine, engine.most_parallel if parallel is None else parallel)
+        admission = Admission(max_waiting, num_answered=self._batch.parallel)
+        self._queue = EngineQueue(self._batch, admission)
 
     @property
     def seconds_in_step(self) -> float:
@@ -40,7 +45,7 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Counts the calls that wait for one before them."""
+        """Counts the calls that wait for those before them."""
         return self._queue.admission.num_waiting
 
     async def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> GenerationResult:
@@ -76,10 +81,10 @@ class AsyncEngine:
         def prepare() -> list[Call]:
             return [self.engine.make_call(prompt, **options)]
 
-        return self._queue.ask(self.engine, prepare, max_unread=max_unread)
+        return self._queue.ask(prepare, max_unread=max_unread)
 
     async def close(self) -> None:
-        """Ends the running call with finish reason "cancelled", refuses those that wait with a
+        """Ends the running calls with finish reason "cancelled", refuses those that wait with a
         RuntimeError, and closes the engine. Closing twice is fine."""
         await self._queue.close()
         await asyncio.to_thread(self.engine.close)

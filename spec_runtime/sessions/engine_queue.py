@@ -1,5 +1,5 @@
-"""Queues requests in front of engines: one thread prepares them, another answers them, and grammars
-are compiled apart from both."""
+"""Queues requests in front of an engine: one thread prepares them, another answers several at a
+time, and grammars are compiled apart from both."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from typing import Self
 
-from spec_runtime.engine import Engine
+from spec_runtime.lanes.batch import Batch
+from spec_runtime.lanes.lane import Observe
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.result import Chunk
 from spec_runtime.waiting.admission import Admission, Place
 
-LOOP_SECONDS = 1.0  # until a thread that waits for a reader looks whether the loop is still open
+LOOP_SECONDS = 1.0  # until a thread that waits for readers looks whether their loops are still open
 
 NEVER_BEGUN = "this engine was closed before the call's turn came; load the bundle again"
 
@@ -30,23 +31,22 @@ class EngineQueue:
 
     One thread prepares the requests: it renders templates and tokenizes. A request with a grammar,
     which may take seconds to compile, gets a thread of its own for that, and those asked later
-    overtake it meanwhile. Another thread answers what is prepared. A scheduler that decodes several
-    requests at a time belongs in the place of that last thread, `Job.run`: it finds prepared calls
-    in the order asked, and hands the chunks of each to its job. Admission before it and reading
-    after it do not know how many run at once.
-
-    Engines of one target may share a queue. Tasks of several event loops may ask.
+    overtake it meanwhile. Another thread answers what is prepared, as many calls together as
+    `batch` has lanes: a free lane goes to the request that has fewest, and of these to the one that
+    was asked first. Tasks of several event loops may ask.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, batch: Batch, admission: Admission) -> None:
         self.admission = admission
+        self._batch = batch
         self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
         self._lock = threading.Lock()  # of what follows
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # among them those that wait or run
-        self._prepared: list[Job] = []
+        self._prepared: list[Job] = []  # with calls that have not begun
         self._num_asked = 0
-        self._is_closed = False
+        self._is_closed = self._is_answering = False
+        self._changed = threading.Event()  # a call that waited may go on, or one can begin
         self._step_begun: float | None = None
         self.preparing_since: float | None = None
 
@@ -54,7 +54,7 @@ class EngineQueue:
     def seconds_in_step(self) -> float:
         """Returns for how long the step that is computed now has taken; 0 if none is.
 
-        A prompt counts as one step, and so does the wait for others who use the target.
+        The wait for others who use the target counts as a step.
         """
         begun = self._step_begun
         return 0.0 if begun is None else time.monotonic() - begun
@@ -67,51 +67,98 @@ class EngineQueue:
 
     def ask(
         self,
-        engine: Engine,
         prepare: Prepare,
         *,
+        observe: Observe | None = None,
         is_stream: bool = False,
         max_unread: int | None = None,
         on_chunk: OnChunk | None = None,
     ) -> Job:
-        """Puts in a request whose calls `prepare` makes, to be answered one after the other.
+        """Puts in a request whose calls `prepare` makes, each to be answered on a lane of its own.
 
-        The engine gets at most `max_unread` chunks ahead of the reader; None is no bound.
-        `on_chunk` gets every chunk as it comes, in the event loop. `is_stream` says that the
-        request counts among the open streams. Raises QueueFull, and RuntimeError after `close`.
+        `observe` makes of a lane's engine the one that answers. The engine gets at most
+        `max_unread` chunks ahead of the reader; None is no bound. `on_chunk` gets every chunk as it
+        comes, in the event loop. `is_stream` says that the request counts among the open streams.
+        Raises QueueFull, and RuntimeError after `close`.
         """
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; load the bundle again")
             place = self.admission.enter(is_stream)
             self._num_asked += 1
-            job = Job(self, self._num_asked, engine, prepare, place, max_unread, on_chunk)
+            job = Job(self, self._num_asked, prepare, observe, place, max_unread, on_chunk)
             job.prepared = self._preparer.submit(job.prepare)
             self._jobs.add(job)
         return job
 
     def answer(self, job: Job) -> None:
-        """Takes a prepared job, to be run after those that were asked before it."""
+        """Takes a prepared job, whose calls begin when their turn comes."""
         with self._lock:
             self._prepared.append(job)
-        self._runner.submit(self._run_next)
+            begins = not self._is_answering
+            self._is_answering = True
+        self.wake()
+        if begins:
+            self._runner.submit(self._answer)
 
-    def _run_next(self) -> None:
-        with self._lock:
-            job = min(self._prepared, key=lambda job: job.number)
-            self._prepared.remove(job)
-        job.run()
+    def wake(self) -> None:
+        """Lets the answering thread look again at the calls that wait."""
+        self._changed.set()
 
-    def advance(self, chunks: Iterator[Chunk]) -> Chunk:
-        """Computes a call's next chunk."""
-        self._step_begun = time.monotonic()
-        try:
-            return next(chunks)
-        finally:
+    def _answer(self) -> None:
+        """Answers calls until there are none, in the answering thread."""
+        running: dict[Job, None] = {}  # in the order in which they began
+        while True:
+            self._changed.clear()
+            try:
+                with self._lock:
+                    self._begin_calls(running)
+                    if not self._batch.num_active and not self._prepared:
+                        self._is_answering = False
+                        return
+                self._step_begun = time.monotonic()
+                for (job, number), found in self._batch.turn(_may_go_on):
+                    job.take(number, found)
+                    if not job.num_left:
+                        running.pop(job, None)
+                went_on = self._batch.has_gone_on
+            except BaseException as error:  # of the scheduler itself: no call can go on
+                self._batch.close()
+                with self._lock:
+                    broken = {*running, *self._prepared}
+                    self._prepared = []
+                for job in broken:
+                    job.break_off(error)
+                running.clear()
+                went_on = True
             self._step_begun = None
+            if not went_on:
+                waits = [job.seconds_to_wait for job in running]
+                self._changed.wait(min([LOOP_SECONDS, *waits]))
+
+    def _begin_calls(self, running: dict[Job, None]) -> None:
+        """Begins as many prepared calls as there are lanes for."""
+        waiting = sorted(self._prepared, key=lambda job: (job.num_running, job.number))
+        while waiting:
+            job = waiting.pop(0)
+            if not job.may_begin():
+                self._prepared.remove(job)
+                job.finish()
+                continue
+            number, call = job.waiting[0]
+            lane = self._batch.lane_for(call)
+            if lane is None:
+                continue
+            job.waiting.popleft()
+            job.num_running += 1
+            if not job.waiting:
+                self._prepared.remove(job)
+            running[job] = None
+            self._batch.begin(lane, (job, number), call, job.observe)
+            waiting = sorted(self._prepared, key=lambda job: (job.num_running, job.number))
 
     async def close(self) -> None:
-        """Ends the running request, refuses those that wait with a RuntimeError, and ends the
+        """Ends the running requests, refuses those that wait with a RuntimeError, and ends the
         threads. Closing twice is fine."""
         with self._lock:
             self._is_closed = True
@@ -123,6 +170,11 @@ class EngineQueue:
         for job in jobs:
             await asyncio.to_thread(job.wait_until_compiled)
         await asyncio.to_thread(self._runner.shutdown)
+
+
+def _may_go_on(owner: tuple[Job, int]) -> bool:
+    job, number = owner
+    return job.may_go_on(number)
 
 
 class Job:
@@ -139,21 +191,26 @@ class Job:
         self,
         queue: EngineQueue,
         number: int,
-        engine: Engine,
         prepare: Prepare,
+        observe: Observe | None,
         place: Place,
         max_unread: int | None,
         on_chunk: OnChunk | None,
     ) -> None:
         self.is_over = False
         self.number = number
-        self._queue, self._engine, self._prepare = queue, engine, prepare
+        self.observe = observe
+        self.waiting: deque[tuple[int, Call]] = deque()  # calls that have not begun
+        self.num_running = 0
+        self._queue, self._prepare = queue, prepare
         self._place = place
         self._on_chunk = on_chunk
-        self._room = None if max_unread is None else threading.Semaphore(max_unread)
+        self._max_unread = max_unread
+        self._num_posted = self._num_read = 0  # chunks, counted by one thread each
         self._calls: Sequence[Call] = ()
         self._compiler: threading.Thread | None = None
-        self._turn: Future[None] = Future()  # runs once the calls are answered
+        self._turn: Future[None] = Future()  # runs once a call is answered
+        self._error: BaseException | None = None
         self._is_ended = False
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue()
@@ -167,8 +224,9 @@ class Job:
             raise StopAsyncIteration
         if isinstance(found, BaseException):
             raise found
-        if self._room is not None:
-            self._room.release()
+        self._num_read += 1
+        if self._max_unread is not None:
+            self._queue.wake()
         return found
 
     def leave(self) -> None:
@@ -184,8 +242,7 @@ class Job:
         self.prepared.cancel()
         self._turn.cancel()
         self._end_calls()
-        if self._room is not None:
-            self._room.release()
+        self._queue.wake()
 
     def _end_calls(self) -> None:
         for call in self._calls:
@@ -214,7 +271,7 @@ class Job:
         if self._is_ended:
             self._end_calls()
         if all(call.is_compiled for call in self._calls):
-            self._queue.answer(self)
+            self._pass_on()
         else:
             self._compiler = threading.Thread(
                 target=self._compile, name="spec_runtime.compile", daemon=True
@@ -228,6 +285,10 @@ class Job:
                 call.compile()
         except BaseException as error:
             self._fail_early(error)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        self.waiting.extend(enumerate(self._calls))
         self._queue.answer(self)
 
     def wait_until_compiled(self) -> None:
@@ -241,38 +302,56 @@ class Job:
         self._calls = ()
         self._post(error)
 
-    def run(self) -> None:
-        """Answers the calls, in the answering thread; does nothing if they were ended before."""
-        if not self._turn.set_running_or_notify_cancel():
-            return
-        end: BaseException | None = None
-        try:
-            for number, call in enumerate(self._calls):  # those that were ended give a result too
-                self._run_call(number, call)
-        except BaseException as error:
-            end = error
+    @property
+    def num_left(self) -> int:
+        """Counts the calls that are answered or have not begun."""
+        return self.num_running + len(self.waiting)
+
+    def may_begin(self) -> bool:
+        """Says, in the answering thread, whether the next call may begin: there is one, and the
+        request was not ended before its first call began."""
+        is_running = self._turn.running() or self._turn.set_running_or_notify_cancel()
+        return is_running and bool(self.waiting)
+
+    def may_go_on(self, number: int) -> bool:
+        """Says whether this call may be taken on: the reader has few chunks left, or the call has
+        to end."""
+        if self._max_unread is None or self._num_posted - self._num_read < self._max_unread:
+            return True
+        return self._calls[number].interruption.reason is not None or self._loop.is_closed()
+
+    @property
+    def seconds_to_wait(self) -> float:
+        """Returns for how long its calls may wait for the reader before they are looked at."""
+        waits = [call.interruption.seconds_to_wait for call in self._calls]
+        return min([LOOP_SECONDS, *(each for each in waits if each is not None)])
+
+    def take(self, number: int, found: Chunk | BaseException) -> None:
+        """Takes what came of a running call, in the answering thread: a chunk, or an error, which
+        ends the request."""
+        if isinstance(found, BaseException):
+            self._error = found
+            self.waiting.clear()
+            self._end_calls()
+        elif self._error is None:
+            self._num_posted += 1
+            self._post((number, found))
+        if isinstance(found, BaseException) or found.result is not None:
+            self.num_running -= 1
+            if not self.num_left:
+                self.finish()
+
+    def break_off(self, error: BaseException) -> None:
+        """Ends the request with an error, in the answering thread, where no call goes on."""
+        self._error = error
+        self.waiting.clear()
+        self.num_running = 0
+        self.finish()
+
+    def finish(self) -> None:
+        """Tells the reader that nothing more will come, and gives the place at the engine back."""
         self._place.leave_engine()
-        self._post(end)
-
-    def _run_call(self, number: int, call: Call) -> None:
-        with closing(self._engine.answer(call)) as chunks:
-            is_last = False
-            while not is_last:
-                self._wait_for_room(call)
-                chunk = self._queue.advance(chunks)
-                is_last = chunk.result is not None
-                self._post((number, chunk))
-
-    def _wait_for_room(self, call: Call) -> None:
-        """Waits until the reader has few chunks left, or the call has to end."""
-        if self._room is None:
-            return
-        interruption = call.interruption
-        while interruption.reason is None and not self._loop.is_closed():
-            seconds = interruption.seconds_to_wait
-            seconds = LOOP_SECONDS if seconds is None else min(seconds, LOOP_SECONDS)
-            if self._room.acquire(timeout=seconds):
-                return
+        self._post(self._error)
 
     def _post(self, found: tuple[int, Chunk] | BaseException | None) -> None:
         """Hands a chunk, an error or the end to the reader; ends the calls if its loop is gone."""

@@ -206,6 +206,18 @@ class Budget:
             return self
         return replace(self, coupling=self.coupling.rooted_at(position))
 
+    def at_most(self, max_nodes: int) -> Budget:
+        """Returns this budget with trees of at most `max_nodes` nodes; of a static tree it has the
+        first paths, shorter ones first."""
+        if self.max_nodes <= max_nodes:
+            return self
+        growth = self.growth
+        if isinstance(growth, Static):
+            if max_nodes == 1:
+                return self.within(0)
+            growth = Static(tuple(sorted(growth.paths, key=len)[: max_nodes - 1]))
+        return replace(self, max_nodes=max_nodes, growth=growth)
+
     def within(self, max_depth: int) -> Budget:
         """Returns this budget with trees no deeper than `max_depth`."""
         if self.max_depth is not None and self.max_depth <= max_depth:

@@ -264,7 +264,7 @@ def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenT
     worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
     extra_ms = (num_levels - 1) * growth.level_ms
     n, _ = payoff.best_size(worth_N, growth.step_ms, extra_ms)
-    return TokenTree(tree.token_N[:n], tree.parent_N[:n], tree.log_prob_N[:n])
+    return tree.first(n)
 
 
 def _grow_along(root_token: int, truth: Sequence[int]) -> Growing:

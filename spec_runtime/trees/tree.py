@@ -112,6 +112,13 @@ class TokenTree:
         assert parents[0] == 0, "the root is its own parent"
         assert all(parent < node for node, parent in enumerate(parents[1:], 1)), parents
 
+    def first(self, num_nodes: int) -> TokenTree:
+        """Returns the tree of the first nodes, of those that were not drawn."""
+        if num_nodes >= self.num_nodes:
+            return self
+        log_prob_N = None if self.log_prob_N is None else self.log_prob_N[:num_nodes]
+        return TokenTree(self.token_N[:num_nodes], self.parent_N[:num_nodes], log_prob_N)
+
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """Returns the tree of one node."""

@@ -24,9 +24,9 @@ class QueueFull(UserError):
 class Admission:
     """Counts the requests at the engine and the open streams, up to a bound of each.
 
-    The engine answers one request, for which at most `max_waiting` others wait. A stream counts as
-    open until its client has read it, for which the engine need not wait; None is no bound.
-    `on_change` is called after each change, from whichever thread made it.
+    The engine answers `num_answered` requests at a time, for which at most `max_waiting` others
+    wait. A stream counts as open until its client has read it, for which the engine need not wait;
+    None is no bound. `on_change` is called after each change, from whichever thread made it.
 
     Raises UserError if `max_waiting` is below 0.
     """
@@ -36,30 +36,32 @@ class Admission:
         max_waiting: int,
         max_streams: int | None = None,
         on_change: Callable[[], None] = lambda: None,
+        num_answered: int = 1,
     ) -> None:
         if max_waiting < 0:
             raise UserError(f"got max_waiting {max_waiting}, expected 0 or more")
         self.num_requests = self.num_streams = 0
         self._max_waiting, self._max_streams = max_waiting, max_streams
+        self._num_answered = num_answered
         self._on_change = on_change
         self._mean_seconds = 1.0  # of a request at the engine
         self._lock = threading.Lock()
 
     @property
     def num_waiting(self) -> int:
-        """Counts the requests that wait for the one being answered."""
-        return max(0, self.num_requests - 1)
+        """Counts the requests that wait for those being answered."""
+        return max(0, self.num_requests - self._num_answered)
 
     @property
     def has_room(self) -> bool:
         """Says whether a request would be let in now."""
-        return self.num_requests <= self._max_waiting
+        return self.num_requests < self._num_answered + self._max_waiting
 
     def enter(self, is_stream: bool = False) -> Place:
         """Takes a place for a request. Raises QueueFull if there is none. It asks to try again
         once half of those inside should have left, going by how long the last requests took."""
         with self._lock:
-            wait = round(self._mean_seconds * self.num_requests / 2)
+            wait = round(self._mean_seconds * self.num_requests / self._num_answered / 2)
             seconds = min(max(wait, 1), LONGEST_RETRY)
             if is_stream and self.num_streams == self._max_streams:
                 raise QueueFull(f"{self._max_streams} streams are open", seconds)

@@ -81,6 +81,24 @@ class FairLock:
                 self._queue.remove(holder)
             self._let_first_in()
 
+    @contextmanager
+    def hold_beside(self) -> Iterator[None]:
+        """Holds the lock while the block runs, or does nothing if this thread holds it already.
+
+        Raises Interrupted if another thread holds it or waits for it.
+        """
+        if self.is_free_for_thread and self._queue:
+            yield
+            return
+        with self.hold(interruption=Interruption(timeout=0.0)):
+            yield
+
+    @property
+    def is_free_for_thread(self) -> bool:
+        """Says whether nobody holds the lock or waits for it but this thread."""
+        thread = threading.current_thread()
+        return all(holder.thread is thread for holder in self._queue[:])
+
     def _let_first_in(self) -> None:
         for first in self._queue[:1]:
             first.wake()

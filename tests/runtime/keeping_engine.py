@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from small import ToyOpener
 from toy_backend import FEATURE_WIDTH, ByteTokenizer, ToyTarget
 from toy_engine import make_proposer
 
 from spec_runtime import Engine
 from spec_runtime.backends import RowBackend
-from spec_runtime.engine import ManyAnswers, OpenedDrafter
+from spec_runtime.engine import OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.target import Target
 from spec_runtime.text.chat_template import ChatTemplate
@@ -32,15 +33,12 @@ class RowTarget(ToyTarget, RowBackend):  # type: ignore[misc]
         self._rows.row_SW[slot_N] = rows["kv"][0, : len(slot_N)].view(np.int64)
 
 
-class ToyOpener:
-    def __init__(self, bundle_hash: str) -> None:
-        self.bundle_hash = bundle_hash
+class KeepingOpener(ToyOpener):
+    def __init__(self, bundle_hash: str, kept_bytes: int) -> None:
+        self.bundle_hash, self._kept_bytes = bundle_hash, kept_bytes
 
-    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
-        raise AssertionError("not asked for")
-
-    def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers:
-        raise AssertionError("not asked for")
+    def open_lane(self, engine: Engine) -> Engine:
+        return keeping(engine.drafter, self._kept_bytes, self.bundle_hash, beside=engine)
 
 
 def keeping(
@@ -48,8 +46,10 @@ def keeping(
     kept_bytes: int = 1 << 20,
     bundle_hash: str = "abc",
     template: ChatTemplate | None = None,
+    beside: Engine | None = None,
 ) -> Engine:
-    """Returns an engine with a drafter of its own that keeps rows."""
+    """Returns an engine with a drafter of its own that keeps rows; a lane `beside` another, if one
+    is given."""
     vocab_size, capacity = ByteTokenizer.vocab_size, MAX_LENGTH + SCRATCH
     backend = RowTarget(vocab_size=vocab_size, capacity=capacity, **MODEL)
     target = Target(
@@ -60,4 +60,5 @@ def keeping(
         feature_widths={"features": FEATURE_WIDTH},
     )
     opened = OpenedDrafter(drafter, make_proposer(drafter, backend), Budget(8))
-    return Engine(target, ByteTokenizer(template), opened, ToyOpener(bundle_hash), kept_bytes)
+    opener = KeepingOpener(bundle_hash, kept_bytes)
+    return Engine(target, ByteTokenizer(template), opened, opener, kept_bytes, beside)

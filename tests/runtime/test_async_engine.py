@@ -9,10 +9,11 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from gates import PATIENCE, GatedRuns, in_loop
+from gates import PATIENCE, GatedRuns, in_loop, wait_until
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.call import Call
 from spec_runtime.sessions.async_engine import MAX_UNREAD
 from spec_runtime.sessions.engine_queue import EngineQueue, Job
@@ -96,7 +97,8 @@ async def test_calls_are_answered_in_the_order_asked() -> None:
 
 @in_loop
 async def test_the_calls_of_a_request_are_answered_before_the_next_request() -> None:
-    engine, queue = engine_of(), EngineQueue(Admission(max_waiting=1))
+    engine = engine_of()
+    queue = EngineQueue(Batch(engine), Admission(max_waiting=1))
     ended: list[int] = []  # the lengths of the answers
 
     def note(number: int, chunk: Chunk) -> None:
@@ -108,7 +110,7 @@ async def test_the_calls_of_a_request_are_answered_before_the_next_request() -> 
             lengths = (length, length + 1)
             return [engine.prepare(PROMPTS[0], max_new_tokens=each) for each in lengths]
 
-        return queue.ask(engine, prepare, on_chunk=note)
+        return queue.ask(prepare, on_chunk=note)
 
     jobs = [ask_twice(3), ask_twice(7)]
     for job in jobs:
@@ -157,7 +159,7 @@ async def test_a_step_that_never_ends_is_seen_though_its_caller_has_gone() -> No
         assert 0 < first < engine.seconds_in_step
         runs.let_through()
         await engine.generate(PROMPTS[1], max_new_tokens=1)
-        assert engine.seconds_in_step == 0
+        await asyncio.to_thread(wait_until, lambda: engine.seconds_in_step == 0)
 
 
 @in_loop

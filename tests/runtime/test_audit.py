@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import small_manifest, write_small_bundle
+from small import ToyOpener, small_manifest, write_small_bundle
 from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import make_proposer, random_prompt
 
 import spec_runtime
 from spec_runtime import generate
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.engine import Engine, ManyAnswers, OpenedDrafter
+from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.measure import audit, distribution_test, quality
 from spec_runtime.measure.prompts import BenchPrompt
@@ -72,18 +72,13 @@ def make_engine(
         strict_gap=strict_gap,
     )
 
-    class ToyOpener:
-        bundle_hash = ""
-
+    class Opener(ToyOpener):
         def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
             name = name or drafter
             proposer = make_proposer(name, backend, backend.form)
             return OpenedDrafter(name, proposer, budget or Budget(8))
 
-        def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers:
-            raise AssertionError("not asked for")
-
-    opener = ToyOpener()
+    opener = Opener()
     return Engine(target, ByteTokenizer(), opener.open(None, None), opener)
 
 

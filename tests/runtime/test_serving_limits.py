@@ -33,6 +33,7 @@ from toy_backend import CHATML
 from toy_engine import make_engine
 
 from spec_runtime import QueueFull, SamplingParams
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.call import Call
 from spec_runtime.serving import service
 from spec_runtime.serving.answers import Answers
@@ -182,8 +183,8 @@ async def test_a_request_ends_when_its_timeout_is_over() -> None:
     later = asyncio.Event()
     engine = toy_engine()
     runs = GatedRuns(engine)
-    queue = EngineQueue(Admission(max_waiting=1))
-    answers = Answers(queue, engine, prepare, False, timeout=0.1, metrics=Noting())
+    queue = EngineQueue(Batch(engine), Admission(max_waiting=1))
+    answers = Answers(queue, prepare, False, timeout=0.1, metrics=Noting())
     asyncio.get_running_loop().call_later(0.15, ends.append, "later")
     asyncio.get_running_loop().call_later(0.15, later.set)
     await later.wait()

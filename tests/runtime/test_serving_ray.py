@@ -231,7 +231,7 @@ def test_a_replica_whose_engine_hangs_or_is_closed_is_not_healthy(
     async def hang() -> None:
         replica.check_health()
         engine = service.engine
-        job = service.queue.ask(engine, lambda: [engine.prepare("abc", max_new_tokens=9)])
+        job = service.queue.ask(lambda: [engine.prepare("abc", max_new_tokens=9)])
         await asyncio.to_thread(runs.wait_for_run)
         while service.queue.seconds_in_step < 0.02:
             await asyncio.sleep(0.01)

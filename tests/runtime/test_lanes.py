@@ -1,0 +1,384 @@
+"""Lanes without graphs: who gets one, what they share, and what ends only its own call."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from gates import PATIENCE, GatedRuns, in_loop, wait_until
+from keeping_engine import keeping
+from small import toy_engine
+from toy_engine import DRAFTERS, make_engine, random_prompt
+
+from spec_runtime import AsyncEngine, UserError
+from spec_runtime.lanes.batch import MIN_SHARED, Batch, Pass, _shares
+from spec_runtime.lanes.row_budget import (
+    EXPLORING,
+    FIRST_REST,
+    LEARNT_PASSES,
+    PROBE_STEPS,
+    Gain,
+    Line,
+    RowBudget,
+)
+from spec_runtime.requests.result import GenerationResult
+from spec_runtime.sessions.async_engine import MAX_UNREAD
+from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.tree import TokenTree
+
+PROMPTS = [f"{'ab' * n} say" for n in range(1, 9)]
+
+
+def results_of(batch: Batch, calls: Sequence[Any]) -> list[GenerationResult]:
+    results = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result is not None}
+    return [results[n] for n in range(len(calls))]
+
+
+def tree(*probabilities: float) -> TokenTree:
+    """Returns a root with so many children, of these probabilities."""
+    n = len(probabilities) + 1
+    log_probs = np.log([1.0, *probabilities])
+    return TokenTree(np.arange(n), np.zeros(n, np.int64), log_probs)
+
+
+# ----------------------------------------------------------------------------- what is answered
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}])
+def test_lanes_answer_as_one_engine_does(drafter: str, options: dict[str, Any]) -> None:
+    alone = toy_engine(drafter)
+    expected = [alone.generate(each, max_new_tokens=30, **options).token_ids for each in PROMPTS]
+    for parallel in (1, 2, 3, 16):
+        engine = toy_engine(drafter)
+        many = engine.generate_many(PROMPTS, parallel, max_new_tokens=30, **options)
+        assert [each.token_ids for each in many] == expected
+        assert engine.num_lanes == min(parallel, len(PROMPTS)) - 1
+
+
+def test_engines_without_a_bundle_have_one_lane() -> None:
+    engine = make_engine("prompt_lookup")
+    assert results_of(Batch(engine), [engine.prepare("abc", max_new_tokens=4)])
+    with pytest.raises(UserError, match="one lane only"):
+        Batch(engine, 2)
+    for parallel in (0, -1):
+        with pytest.raises(UserError, match=f"got parallel {parallel}, expected 1 or more"):
+            Batch(toy_engine(), parallel)
+
+
+def test_rules_that_accept_by_the_tree_have_whole_trees() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.8, "seed": 1}
+    for acceptance in ("rejection", "typical"):
+        options["acceptance"] = acceptance
+        engine = toy_engine("prompt_lookup")
+        expected = [toy_engine("prompt_lookup").generate(p, **options).token_ids for p in PROMPTS]
+        many = engine.generate_many(PROMPTS, 8, **options)
+        assert [each.token_ids for each in many] == expected
+
+
+@pytest.mark.parametrize("failing", ["propose", "pass"])
+def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy_engine("prompt_lookup")
+    batch = Batch(engine, 3)
+    expected = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in PROMPTS[:3]]
+    calls = [engine.prepare(prompt, max_new_tokens=20) for prompt in PROMPTS[:3]]
+    for number, call in enumerate(calls):
+        lane = batch.lane_for(call)
+        assert lane is not None
+        batch.begin(lane, number, call)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise ValueError("it broke")
+
+    victim: Any = engine.lane(1)
+    if failing == "propose":
+        monkeypatch.setattr(victim.proposer, "drafting", fail)
+    else:
+        monkeypatch.setattr(victim.target.lend()[0], "run", fail)
+    found: dict[int, Any] = {}
+    while batch.num_active:
+        for number, each in batch.turn():
+            if isinstance(each, Exception):
+                found[number] = str(each)
+            elif each.result is not None:
+                found[number] = each.result.token_ids
+    assert found == {0: expected[0], 1: "it broke", 2: expected[2]}
+    monkeypatch.undo()
+    many = engine.generate_many(PROMPTS[:3], 3, max_new_tokens=20)
+    assert [each.token_ids for each in many] == expected
+
+
+def test_closing_and_cancelling_an_engine_reach_its_lanes() -> None:
+    engine = toy_engine()
+    lanes = [engine.lane(number) for number in range(3)]
+    answers = Batch(engine, 3).answer([engine.prepare(p, max_new_tokens=200) for p in PROMPTS[:3]])
+    begun = {next(answers)[0] for _ in range(9)}
+    assert begun == {0, 1, 2}
+    engine.cancel()
+    reasons = {n: each.result.finish_reason for n, each in answers if each.result is not None}
+    assert reasons == dict.fromkeys(range(3), "cancelled")
+    engine.close()
+    for lane in lanes:
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            lane.generate("abc")
+
+
+# ------------------------------------------------------------------------------ who gets a lane
+
+
+def test_a_conversation_goes_on_where_its_rows_are() -> None:
+    engine = keeping("parallelspec", kept_bytes=0)
+    batch = Batch(engine, 2)
+    talks = [random_prompt(seed, length=60) for seed in (1, 2)]
+    for turn in range(3):
+        order = [0, 1] if turn % 2 else [1, 0]
+        calls = [engine.prepare(talks[k], max_new_tokens=8) for k in order]
+        for k, result in zip(order, results_of(batch, calls), strict=True):
+            alone = keeping("parallelspec", kept_bytes=0).generate(talks[k], max_new_tokens=8)
+            assert result.token_ids == alone.token_ids
+            assert (result.usage.reused_tokens > 50) == (turn > 0)
+            talks[k] = [*talks[k], *result.token_ids, *random_prompt(turn, length=4)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}])
+def test_a_prompt_that_another_lane_reads_is_copied(drafter: str, options: dict[str, Any]) -> None:
+    """Only the first of these reads the prompt; the others copy its rows while it goes on."""
+    engine = keeping(drafter, kept_bytes=0)
+    prompt = random_prompt(3, length=90)
+    lengths = (30, 20, 25)
+    calls = [engine.prepare(prompt, max_new_tokens=each, **options) for each in lengths]
+    results = results_of(Batch(engine, 3), calls)
+    reused = [result.usage.reused_tokens for result in results]
+    assert reused == [0, len(prompt) - 1, len(prompt) - 1]
+    for length, result in zip(lengths, results, strict=True):
+        alone = keeping(drafter, kept_bytes=0).generate(prompt, max_new_tokens=length, **options)
+        assert result.token_ids == alone.token_ids
+
+
+def test_rows_are_not_copied_where_a_call_forbids_it() -> None:
+    engine = keeping("none", kept_bytes=0)
+    prompt = random_prompt(3, length=90)
+    calls = [engine.prepare(prompt, max_new_tokens=9, reuse=False) for _ in range(3)]
+    results = results_of(Batch(engine, 3), calls)
+    assert [result.usage.reused_tokens for result in results] == [0, 0, 0]
+
+
+def test_lanes_share_what_is_kept_of_conversations() -> None:
+    """What one lane answered can be saved, and go on in another lane."""
+    engine = keeping("parallelspec", kept_bytes=1 << 20)
+    batch = Batch(engine, 2)
+    talks = [random_prompt(seed, length=60) for seed in range(4)]
+    calls = [engine.prepare(talk, max_new_tokens=5) for talk in talks]
+    results_of(batch, calls)
+    again = [engine.prepare(talk, max_new_tokens=5) for talk in talks]
+    assert [each.usage.reused_tokens for each in results_of(batch, again)] == [59] * 4
+
+
+def test_a_lane_whose_target_others_use_is_left_to_them() -> None:
+    engine = toy_engine()
+    expected = [engine.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS]
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.target.lock.hold():
+            held.set()
+            assert done.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(PATIENCE)
+    batch = Batch(engine, 3)
+    first = batch.lane_for(engine.prepare(PROMPTS[0]))
+    assert first is not None
+    done.set()
+    thread.join()
+    calls = [engine.prepare(prompt, max_new_tokens=5) for prompt in PROMPTS]
+    batch.begin(batch._lanes[1], 0, calls[0])
+    with engine.target.lock.hold():  # by this thread: lane 0 counts as free
+        assert batch.lane_for(calls[1]) is batch._lanes[0]
+    batch.close()
+    assert [each.token_ids for each in results_of(batch, calls)] == expected
+
+
+@in_loop
+async def test_a_slow_reader_holds_its_own_lane_only() -> None:
+    async with AsyncEngine(toy_engine(), parallel=2) as engine:
+        slow = engine.stream(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+        chunks = [await anext(slow)]
+        for prompt in PROMPTS[1:5]:  # one after the other on the lane that is left
+            result = await engine.generate(prompt, max_new_tokens=20)
+            assert result.token_ids == toy_engine().generate(prompt, max_new_tokens=20).token_ids
+        chunks += [chunk async for chunk in slow]
+    assert chunks[-1].result is not None
+    alone = toy_engine().generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+    assert chunks[-1].result.token_ids == alone.token_ids
+    assert len(chunks) > MAX_UNREAD + 2
+
+
+@in_loop
+async def test_a_request_of_many_calls_leaves_lanes_to_others() -> None:
+    """Of two lanes, the second request gets the first that is free, though four calls of the first
+    request came before."""
+    engine = toy_engine()
+    async with AsyncEngine(engine, parallel=2) as shared:
+        queue, ended = shared._queue, []
+        runs = GatedRuns(engine)
+
+        def prepare() -> list[Any]:
+            return [engine.prepare(prompt, max_new_tokens=6) for prompt in PROMPTS[:6]]
+
+        def note(number: int, chunk: Any) -> None:
+            if chunk.result is not None:
+                ended.append(number)
+
+        many = queue.ask(prepare, on_chunk=note)
+        await asyncio.to_thread(runs.wait_for_run)
+        single = asyncio.create_task(shared.generate(PROMPTS[7], max_new_tokens=6))
+        await asyncio.to_thread(wait_until, lambda: len(queue._prepared) == 2)
+        runs.let_through()
+        await single
+        assert len(ended) < 6
+        assert {number async for number, _ in many} == set(range(6))
+        many.leave()
+
+
+@in_loop
+async def test_random_joins_and_leaves_change_no_answer() -> None:
+    engine = toy_engine("prompt_lookup")
+    rng = random.Random(1)
+    alone = toy_engine("prompt_lookup")
+
+    async def ask(number: int) -> None:
+        prompt, length = rng.choice(PROMPTS), rng.choice([1, 4, 30, 60])
+        options: dict[str, Any] = {"max_new_tokens": length}
+        if number % 3 == 0:
+            options |= {"temperature": 0.8, "seed": number}
+        expected = alone.generate(prompt, **options)
+        await asyncio.sleep(rng.random() * 0.05)
+        stream = shared.stream(prompt, **options)
+        tokens: list[int] = []
+        async for chunk in stream:
+            tokens += chunk.token_ids
+            if number % 5 == 1 and len(tokens) > 3:
+                await stream.aclose()
+                return
+            if number % 7 == 2:
+                await asyncio.sleep(0.002)
+        assert tokens == expected.token_ids, number
+
+    async with AsyncEngine(engine, parallel=3) as shared:
+        await asyncio.gather(*(ask(number) for number in range(60)))
+        assert shared.num_waiting == 0
+
+
+# ------------------------------------------------------------------------- what a pass carries
+
+
+def test_the_first_prompt_gets_half_of_a_chunk() -> None:
+    assert _shares(64, [100, 100, 100]) == [32, 16, 16]
+    assert _shares(64, [10, 100]) == [10, 54]
+    assert _shares(64, [100]) == [64]
+    assert _shares(2, [9, 9, 9]) == [1, 1, 1]  # each goes on
+
+
+def test_a_line_is_fitted_to_the_passes_seen() -> None:
+    line = Line()
+    for rows in (4, 8, 16) * 60:
+        line.add(rows, 0.01 + 0.002 * rows)
+    assert line.seconds(np.array([0, 10])) == pytest.approx([0.01, 0.03], rel=0.02)
+    for _ in range(300):  # no rows but these: the slope stays, and the level follows
+        line.add(8, 0.05)
+    low, high = line.seconds(np.array([8, 18]))
+    assert low == pytest.approx(0.05, rel=0.02)
+    assert 0.015 < high - low < 0.035
+    line.add(8, 99.0)
+    assert line.seconds(8) < 0.06
+
+
+def learnt(base: float, slope: float, num_lanes: int) -> RowBudget:
+    """Returns a budget that knows these costs."""
+    budget = RowBudget()
+    for i in range(LEARNT_PASSES + EXPLORING + 1):
+        rows = num_lanes * (1 + i % 3)
+        budget.add(num_lanes, rows, base + slope * rows)
+    return budget
+
+
+def test_nodes_go_where_they_are_likeliest_to_be_accepted() -> None:
+    trees = [tree(0.9, 0.6, 0.05), tree(0.3, 0.1), tree()]
+    # nothing costs more rows: all stay. Everything does: none
+    assert learnt(0.1, 0.0, 3).sizes(trees, 3, 0, 0.0) == [4, 3, 1]
+    assert learnt(0.0, 0.1, 3).sizes(trees, 3, 0, 0.0) == [1, 1, 1]
+    # (3 + .9 + .6) / (.1 + .02 · 5) beats both one node more and one less
+    budget = learnt(0.1, 0.02, 3)
+    sizes = budget.sizes(trees, 3, 0, 0.0)
+    rates = {}
+    falling = [0.9, 0.6, 0.3, 0.1, 0.05]
+    for k in range(6):
+        host = 3 * budget._host_seconds[True]
+        rates[k] = (3 + sum(falling[:k])) / (0.1 + 0.02 * (3 + k) + host)
+    best = max(rates, key=lambda k: rates[k])
+    assert 0 < best < 5
+    least = falling[best - 1]
+    assert sizes == [
+        1 + sum(p >= least for p in each) for each in ((0.9, 0.6, 0.05), (0.3, 0.1), ())
+    ]
+    # a prompt's rows in the same pass make each committed token dearer, and nodes cheaper
+    assert sum(budget.sizes(trees, 3, 0, 1.0)) >= sum(sizes)
+
+
+def test_costs_are_learnt_from_trees_of_several_sizes() -> None:
+    budget, seen = RowBudget(), set()
+    for _ in range(LEARNT_PASSES):
+        sizes = budget.sizes([tree(0.5, 0.4, 0.3)] * 2, 2, 0, 0.0)
+        seen.add(tuple(sizes))
+        budget.add(2, sum(sizes), 0.01)
+    assert seen == {(4, 4), (2, 2), (1, 1)}
+
+
+def test_a_lane_rests_while_its_drafts_do_not_pay() -> None:
+    gain = Gain()
+    for _ in range(PROBE_STEPS + 1):
+        assert not gain.is_resting
+        gain.add(0, price=0.2)
+    for _ in range(FIRST_REST):
+        assert gain.is_resting
+        gain.add(0, price=0.2)
+    for _ in range(PROBE_STEPS + 1):
+        assert not gain.is_resting
+        gain.add(1, price=0.2)
+    assert not gain.is_resting
+
+
+def test_passes_are_reported() -> None:
+    engine = toy_engine("prompt_lookup")
+    batch, passes = Batch(engine, 3), list[Pass]()
+    batch.on_pass = passes.append
+    calls = [engine.prepare(prompt, max_new_tokens=40) for prompt in PROMPTS[:3]]
+    results = results_of(batch, calls)
+    assert sum(each.prompt_rows for each in passes) == sum(len(call.prompt) for call in calls)
+    assert sum(each.granted for each in passes) == sum(r.stats.drafted_tokens for r in results)
+    assert all(each.granted <= each.drafted and each.rows >= each.lanes for each in passes)
+
+
+def test_static_trees_are_cut_to_their_first_paths() -> None:
+    budget = Budget.static([(0,), (1,), (0, 0), (0, 0, 0)])
+    assert budget.at_most(9) is budget
+    cut = budget.at_most(3)
+    assert (cut.max_nodes, cut.growth) == (3, Budget.static([(0,), (1,)]).growth)
+    assert budget.at_most(1).is_root_only
+    assert Budget(12, growth=Grown(0.1)).at_most(5) == Budget(5, growth=Grown(0.1))
+
+
+def test_prompts_are_shared_from_a_least_length_on() -> None:
+    """Shorter beginnings are read by each lane for itself, at once."""
+    engine = keeping("none", kept_bytes=0)
+    head = random_prompt(1, length=MIN_SHARED - 2)
+    calls = [engine.prepare([*head, k], max_new_tokens=4) for k in (3, 4)]
+    assert [r.usage.reused_tokens for r in results_of(Batch(engine, 2), calls)] == [0, 0]
