@@ -90,7 +90,7 @@ class Batch:
 
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
         """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
-        lane.begin(owner, call, observe)
+        lane.begin(owner, call, observe, self._budget.new_gain(1 + len(self._order)))
         self._order.append(lane)
 
     def turn(
@@ -198,8 +198,8 @@ class Batch:
             self._budget.add_step(before.tree, lane.num_accepted)
             if lane.gate and lane.gate.asked and num_lanes > 1:
                 self._budget.add_host(lane.seconds, lane.gate.asked.tree.num_nodes > 1)
-                price = self._budget.price(num_lanes, before.tree.num_nodes - 1)
-                lane.gain.add(lane.num_accepted, price)
+                num_nodes = before.tree.num_nodes - 1
+                self._budget.judge(lane.gain, num_lanes, num_nodes, lane.num_accepted)
 
     def _run(self, lanes: Sequence[Lane]) -> None:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""

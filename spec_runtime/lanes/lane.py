@@ -72,10 +72,11 @@ class Lane:
             return num_tokens
         return num_tokens - self.engine.target.length - self.gate.asked.tree.num_nodes
 
-    def begin(self, owner: Any, call: Call, observe: Observe | None) -> None:
-        """Begins to answer a call, by the engine that `observe` makes of the lane's."""
+    def begin(self, owner: Any, call: Call, observe: Observe | None, gain: Gain) -> None:
+        """Begins to answer a call, by the engine that `observe` makes of the lane's; `gain` judges
+        its drafts."""
         engine = self.engine if observe is None else observe(self.engine)
-        self.owner, self.call, self.gain, self.is_reading = owner, call, Gain(), True
+        self.owner, self.call, self.gain, self.is_reading = owner, call, gain, True
         self._chunks = engine.answer(call, self.gate)
 
     def advance(self) -> Iterator[Chunk]:

@@ -18,13 +18,13 @@ import numpy as np
 from spec_runtime.trees.tree import TokenTree
 
 LEARNT_PASSES = 12  # with so many lanes, which take all nodes, half of them or none, in turn
-EXPLORING = 32  # of so many passes one takes all nodes, to learn what they cost now
+EXPLORING = 64  # of so many passes one takes all nodes, to learn what they cost now
 COST_WEIGHT = 1 / 32  # of the newest pass in what a row costs
 LEVEL_WEIGHT = 1 / 8  # the same of the mean pass, which changes with every context
 WEIGHT = 1 / 16  # of the newest step in the other averages
 TRUST_WEIGHT = 1 / 64  # of the newest pass in what a probability is worth
 LARGEST_TRUST = 2.0  # the smallest is its inverse
-PROBE_STEPS = 8  # drafts after a rest before they are judged
+PROBE_STEPS = 4  # drafts after a rest before they are judged
 FIRST_REST, LONGEST_REST = 16, 256  # steps without a draft; each rest after a failed probe doubles
 SHARED_ROWS = 32  # of all trees that lanes draft for one pass
 
@@ -62,11 +62,16 @@ class Line:
 
 
 class Gain:
-    """Says whether drafting pays for one lane, and lets it rest where it does not."""
+    """Says whether drafting pays for one lane, and lets it rest where it does not.
 
-    def __init__(self) -> None:
-        self._tokens: float | None = None  # accepted drafted tokens a draft, on average
-        self._rest, self._next_rest, self._probe = 0, FIRST_REST, PROBE_STEPS
+    `tokens` is what a draft of any lane had accepted lately, where the average begins; None where
+    that is not known, and the first drafts tell.
+    """
+
+    def __init__(self, tokens: float | None = None) -> None:
+        self._tokens = tokens
+        self._rest, self._next_rest = 0, FIRST_REST
+        self._probe = PROBE_STEPS if tokens is None else 0
 
     @property
     def is_resting(self) -> bool:
@@ -81,9 +86,14 @@ class Gain:
             return
         tokens = num_accepted if self._tokens is None else self._tokens
         self._tokens = tokens + WEIGHT * (num_accepted - tokens)
-        if self._probe:
-            self._probe -= 1
-        elif self._tokens >= price:
+        self._probe = max(0, self._probe - 1)
+        self.judge(price)
+
+    def judge(self, price: float) -> None:
+        """Begins a rest if drafting does not pay at this price."""
+        if self._probe or self._tokens is None:
+            return
+        if self._tokens >= price:
             self._next_rest = FIRST_REST
         else:
             self._rest, self._tokens = self._next_rest, None
@@ -97,6 +107,8 @@ class RowBudget:
         self._lines: dict[int, Line] = {}  # by number of lanes
         self._expected = self._accepted = 1.0  # of granted nodes, a pass
         self._rate = 0.0  # tokens a second
+        self._prices: dict[int, float] = {}  # of a draft, by number of lanes
+        self._gains: dict[int, float] = {}  # the drafted tokens that it had accepted
         self._host_seconds = {False: 0.0003, True: 0.001}  # of a lane's step, with a draft: True
 
     def line(self, num_lanes: int) -> Line:
@@ -150,13 +162,27 @@ class RowBudget:
             self._expected += TRUST_WEIGHT * (expected - self._expected)
             self._accepted += TRUST_WEIGHT * (num_accepted - self._accepted)
 
-    def price(self, num_lanes: int, num_nodes: int) -> float:
-        """Returns how many tokens all lanes commit in the time that a draft and the rows of its
-        nodes take."""
+    def new_gain(self, num_lanes: int) -> Gain:
+        """Returns what judges the drafts of a call that begins beside others."""
+        gain = Gain(self._gains.get(num_lanes))
+        gain.judge(self._prices.get(num_lanes, 0.0))
+        return gain
+
+    def judge(self, gain: Gain, num_lanes: int, num_nodes: int, num_accepted: int) -> None:
+        """Takes in a lane's step with so many granted nodes.
+
+        The price of its draft is how many tokens all lanes commit in the time that it and the rows
+        of its nodes take.
+        """
         line = self.line(num_lanes)
         rows = float(line.seconds(num_nodes) - line.seconds(0))
         draft = max(0.0, self._host_seconds[True] - self._host_seconds[False])
-        return self._rate * (draft + rows)
+        price = self._rate * (draft + rows)
+        if not gain.is_resting:
+            for means, value in ((self._prices, price), (self._gains, num_accepted)):
+                before = means.get(num_lanes, value)
+                means[num_lanes] = before + WEIGHT / num_lanes * (value - before)
+        gain.add(num_accepted, price)
 
     def _worth(self, tree: TokenTree) -> np.ndarray:
         """Returns f64[N - 1]: how likely each drafted node's path is accepted, falling."""

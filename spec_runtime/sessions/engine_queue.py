@@ -154,7 +154,12 @@ class EngineQueue:
             if not job.waiting:
                 self._prepared.remove(job)
             running[job] = None
-            self._batch.begin(lane, (job, number), call, job.observe)
+            try:
+                self._batch.begin(lane, (job, number), call, job.observe)
+            except Exception as error:  # the lane could not be opened
+                job.take(number, error)
+                if not job.num_left:
+                    del running[job]
             waiting = sorted(self._prepared, key=lambda job: (job.num_running, job.number))
 
     async def close(self) -> None:

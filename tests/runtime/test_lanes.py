@@ -26,8 +26,9 @@ from spec_runtime.lanes.row_budget import (
     Line,
     RowBudget,
 )
-from spec_runtime.requests.result import GenerationResult
+from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sessions.async_engine import MAX_UNREAD
+from spec_runtime.sessions.engine_queue import Job
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
@@ -227,25 +228,26 @@ async def test_a_request_of_many_calls_leaves_lanes_to_others() -> None:
     request came before."""
     engine = toy_engine()
     async with AsyncEngine(engine, parallel=2) as shared:
-        queue, ended = shared._queue, []
+        queue, ended = shared._queue, list[str]()
         runs = GatedRuns(engine)
 
-        def prepare() -> list[Any]:
-            return [engine.prepare(prompt, max_new_tokens=6) for prompt in PROMPTS[:6]]
+        def ask(name: str, prompts: list[str]) -> Job:
+            def note(number: int, chunk: Chunk) -> None:
+                if chunk.result is not None:
+                    ended.append(name)
 
-        def note(number: int, chunk: Any) -> None:
-            if chunk.result is not None:
-                ended.append(number)
+            calls = [engine.prepare(prompt, max_new_tokens=6) for prompt in prompts]
+            return queue.ask(lambda: calls, on_chunk=note)
 
-        many = queue.ask(prepare, on_chunk=note)
+        many = ask("many", PROMPTS[:6])
         await asyncio.to_thread(runs.wait_for_run)
-        single = asyncio.create_task(shared.generate(PROMPTS[7], max_new_tokens=6))
+        single = ask("single", PROMPTS[7:])
         await asyncio.to_thread(wait_until, lambda: len(queue._prepared) == 2)
         runs.let_through()
-        await single
-        assert len(ended) < 6
-        assert {number async for number, _ in many} == set(range(6))
-        many.leave()
+        for job, numbers in ((many, range(6)), (single, range(1))):
+            assert {number async for number, _ in job} == set(numbers)
+            job.leave()
+    assert ended.index("single") <= 3
 
 
 @in_loop
@@ -344,16 +346,26 @@ def test_costs_are_learnt_from_trees_of_several_sizes() -> None:
 
 def test_a_lane_rests_while_its_drafts_do_not_pay() -> None:
     gain = Gain()
-    for _ in range(PROBE_STEPS + 1):
-        assert not gain.is_resting
-        gain.add(0, price=0.2)
-    for _ in range(FIRST_REST):
-        assert gain.is_resting
-        gain.add(0, price=0.2)
-    for _ in range(PROBE_STEPS + 1):
+    for rest in (FIRST_REST, 2 * FIRST_REST):
+        for _ in range(PROBE_STEPS):
+            assert not gain.is_resting
+            gain.add(0, price=0.2)
+        for _ in range(rest):
+            assert gain.is_resting
+            gain.add(0, price=0.2)
+    for _ in range(2 * PROBE_STEPS):
         assert not gain.is_resting
         gain.add(1, price=0.2)
-    assert not gain.is_resting
+
+
+def test_a_call_begins_with_what_other_lanes_drafts_were_worth() -> None:
+    budget = learnt(0.01, 0.01, 2)
+    assert not budget.new_gain(2).is_resting  # nothing is known
+    for accepted, is_resting in ((0, True), (9, False)):
+        for _ in range(200):
+            budget.add_cycle(20, 0.1)
+            budget.judge(Gain(), 2, 3, accepted)
+        assert budget.new_gain(2).is_resting == is_resting
 
 
 def test_passes_are_reported() -> None:
