@@ -259,12 +259,8 @@ class DrafterOpener:
         return sum(buffer_bytes(graph, capacity) for graph in [manifest.graphs["target"], *graphs])
 
     def open_passes(self) -> SharedPasses | None:
-        """Opens what runs a pass for several lanes, on the CPU."""
-        if self._options.backend != "onnxruntime":
-            return None
-        from spec_runtime.backends.lanes import LanePasses  # here: only it needs onnxruntime
-
-        return LanePasses(self._bundle, self._options)
+        """Opens what runs a pass for several lanes, see backends.open_lanes."""
+        return backends.open_lanes(self._bundle, self._options)
 
     def open_batch(self, engine: Engine, parallel: int) -> Batch:
         """See lanes.batch.Batch."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -307,27 +307,37 @@ class Target:
         feeds = self._feeds(tree, row_M)
         names = list(wants.features)
         begin = time.perf_counter()
-        logits_MV: np.ndarray | Rows
-        best_M = top = None
+        found: dict[str, Any]
         if self._device is None:
-            outputs = self._backend.run(feeds, ["logits", *names])
-            logits_MV = outputs["logits"]
+            found = dict(self._backend.run(feeds, ["logits", *names]))
+        elif wants.top and self._sampling is not None:
+            # No draw needs the argmax. It stays on the device, so that greedy requests and those
+            # that sample share captured graphs, which are kept by what is asked for.
+            outputs, kept = self._device.run_keeping(feeds, names, [*self._argmax, "logits"])
+            top = self._sampling.run(kept["logits"], TOP)
+            found = {**outputs, "logits": kept["logits"], **dict(zip(TOP, top, strict=True))}
         else:
-            argmax = [ARGMAX] if self._device.has_output(ARGMAX) else []
-            if wants.top and self._sampling is not None:
-                # No draw needs the argmax. It stays on the device, so that greedy requests and
-                # those that sample share captured graphs, which are kept by what is asked for.
-                outputs, kept = self._device.run_keeping(feeds, names, [*argmax, "logits"])
-                top = self._sampling.run(kept["logits"], TOP)
-            else:
-                outputs, kept = self._device.run_keeping(feeds, [*names, *argmax], ["logits"])
-                best_M = outputs.get(ARGMAX)
-            logits_MV = kept["logits"]
+            outputs, kept = self._device.run_keeping(feeds, [*names, *self._argmax], ["logits"])
+            found = {**outputs, **kept}
         self.run_seconds += time.perf_counter() - begin
-        parts = [outputs[name] for name in names]
+        return self._verified(tree, wants, found, is_strict)
+
+    def _verified(
+        self, tree: TokenTree, wants: Wants, found: Mapping[str, Any], is_strict: bool
+    ) -> Verified:
+        """Returns the outputs of a run as what was wanted of it."""
+        parts = [found[name] for name in wants.features]
         if is_strict:
-            return StrictVerified(logits_MV, parts, tree, self)
-        return Verified(logits_MV, parts, tree, best_M, top)
+            return StrictVerified(found["logits"], parts, tree, self)
+        if wants.top and TOP_IDS in found:
+            return Verified(found["logits"], parts, tree, top=[found[name] for name in TOP])
+        return Verified(found["logits"], parts, tree, found.get(ARGMAX))
+
+    @property
+    def _argmax(self) -> list[str]:
+        """Names the output with the argmax, if there is one."""
+        has_argmax = self._device is not None and self._device.has_output(ARGMAX)
+        return [ARGMAX] if has_argmax else []
 
     def _rows(self, num_nodes: int, last_only: bool) -> np.ndarray:
         """Returns which rows' logits a pass is asked for, i64[M]."""
@@ -362,7 +372,7 @@ class SharedPasses(Protocol):
         lanes: Sequence[Backend],
         feeds: Sequence[Mapping[str, np.ndarray]],
         outputs: Sequence[str],
-    ) -> list[dict[str, np.ndarray]]: ...
+    ) -> list[dict[str, Any]]: ...
 
 
 def verify_together(
@@ -381,15 +391,13 @@ def verify_together(
         target._feeds(tree, target._rows(tree.num_nodes, last_only))
         for target, (tree, _, last_only) in zip(targets, asked, strict=True)
     ]
-    backends = [target._backend for target in targets]
-    outputs = passes.run(backends, feeds, ["logits", *names])
+    draws = any(wants.top for _, wants, _ in asked) and targets[0]._sampling is not None
+    wanted = ["logits", *names, *targets[0]._argmax, *(TOP if draws else ())]
+    outputs = passes.run([target._backend for target in targets], feeds, wanted)
     seconds = time.perf_counter() - begin
     verified: list[Verified] = []
     for target, (tree, wants, last_only), found in zip(targets, asked, outputs, strict=True):
         target.run_seconds += seconds  # it waited for the others
-        parts = [found[name] for name in wants.features]
-        if target._is_strict(tree, last_only):
-            verified.append(StrictVerified(found["logits"], parts, tree, target))
-        else:
-            verified.append(Verified(found["logits"], parts, tree))
+        is_strict = target._is_strict(tree, last_only)
+        verified.append(target._verified(tree, wants, found, is_strict))
     return verified

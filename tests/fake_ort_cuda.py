@@ -29,6 +29,7 @@ from spec_runtime.backends.copies import TYPES, StreamCopies
 from spec_runtime.backends.cuda_api import Cuda
 
 PROVIDER = "CUDAExecutionProvider"
+HOST_INPUTS = ("lane_rows",)  # what kernels of CUDA read on the host: the sizes of a Split
 # tests/runtime/test_first_contact.py compares it with what the real one says.
 REFUSAL = (
     "[ONNXRuntimeError] : 1 : FAIL : This session cannot use the graph capture feature as "
@@ -48,6 +49,7 @@ class Device:
         self.uncaptured: tuple[str, ...] = ()  # how files end whose graphs cannot be captured
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
         self.settings: list[dict[str, str]] = []  # of each session
+        self.written: list[Bound] = []  # by runs on a stream, until that is waited for
 
     def allocate(self, nbytes: int) -> int:
         block = (ctypes.c_byte * nbytes)()
@@ -56,8 +58,18 @@ class Device:
         self.blocks[address] = block
         return address
 
+    def is_written(self, bound: Bound) -> bool:
+        """Returns whether a run that nobody has waited for writes there."""
+        return any(
+            each.address < bound.address + bound.nbytes
+            and bound.address < each.address + each.nbytes
+            for each in self.written
+        )
+
     def require(self, bound: Bound) -> None:
-        """Asserts that its memory is still on the device."""
+        """Asserts that its memory is still on the device, if it belongs there."""
+        if isinstance(bound, HostBound):
+            return
         base, end = bound.address, bound.address + bound.nbytes
         if base not in self.blocks:  # a view from a block's middle
             base = max((b for b in self.blocks if b < bound.address), default=0)
@@ -83,6 +95,7 @@ class Runtime(fake_tensorrt.Runtime):
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
         self._counts.num_waits += 1
+        self._counts.written.clear()
         return super().cudaStreamSynchronize(stream)
 
 
@@ -96,6 +109,10 @@ class Bound(NamedTuple):
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class HostBound(Bound):
+    """An array on the host, which a kernel reads when its work is put on the stream."""
 
 
 class OrtValue:
@@ -134,7 +151,7 @@ class OrtValue:
 
     def numpy(self) -> np.ndarray:
         self.device.require(self.bound)
-        assert not self.device.runtime.is_busy, "it would not wait for our stream"
+        assert not self.device.is_written(self.bound), "it would not wait for our stream"
         self.device.bytes_to_host += self.bound.nbytes
         return view(*self.bound).copy()
 
@@ -184,6 +201,11 @@ class IOBinding:
     def bind_input(self, name: str, *memory: Any) -> None:
         self.inputs[name] = self._view(*memory)
 
+    def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
+        assert name in HOST_INPUTS, "it would be copied to the device now, and never again"
+        bound = HostBound(array.ctypes.data, array.shape, str(array.dtype))
+        self.inputs[name] = self.session.module.OrtValue(bound, False)
+
     def bind_output(self, name: str, *memory: Any) -> None:
         assert name in self.session.output_names, name
         self.outputs[name] = self._view(*memory)
@@ -205,6 +227,12 @@ class IOBinding:
 
     def get_outputs(self) -> list[OrtValue]:
         return list(self.outputs.values())
+
+    @property
+    def on_host(self) -> dict[str, bytes]:
+        """Returns what the inputs on the host hold."""
+        values = {n: v.bound for n, v in self.inputs.items() if isinstance(v.bound, HostBound)}
+        return {name: view(*bound).tobytes() for name, bound in values.items()}
 
     @property
     def signature(self) -> tuple[dict[str, Bound], dict[str, Bound]]:
@@ -274,14 +302,16 @@ class InferenceSession:
         key = (threading.get_ident(), graph_id)
         if key not in self._graphs:
             self.device.num_captured += 1
-            self._graphs[key] = binding.signature
+            self._graphs[key] = binding.signature, binding.on_host
             assert self._waits(run_options), "not while it captures"
             for _ in range(2):
                 self._enqueue(binding.signature, run_options)
         else:
             self.device.num_replayed += 1
-        assert self._graphs[key] == binding.signature, "a graph replayed on other buffers"
-        self._enqueue(self._graphs[key], run_options)
+        signature, on_host = self._graphs[key]
+        assert signature == binding.signature, "a graph replayed on other buffers"
+        assert on_host == binding.on_host, "captured with what was on the host then"
+        self._enqueue(signature, run_options)
 
     def _waits(self, run_options: ort.RunOptions) -> bool:
         try:
@@ -297,6 +327,7 @@ class InferenceSession:
             assert self._waits(run_options), "who shares no stream has to wait"
             self._compute(*bound)
             return
+        self.device.written += bound[1].values()
         self.device.runtime.put(lambda: self._compute(*bound))
         if self._waits(run_options):
             self.device.runtime.cudaStreamSynchronize(fake_tensorrt.STREAM)
@@ -320,6 +351,7 @@ def stream_copies(device: Device) -> StreamCopies:
 
 def install(patch: pytest.MonkeyPatch) -> Device:
     """Puts the fake in the place of ONNX Runtime and of CUDA's libraries; returns its device."""
+    session.saturates()  # which the real one finds out, once
     fake, device = module()
     patch.setattr(cuda, "open_copies", lambda: stream_copies(device))
     patch.setattr(session, "ort", fake)

@@ -186,6 +186,7 @@ def build(checkpoints: Callable[[str], list[Path]]) -> Callable[[str, str], bund
                 device="cuda",
                 out=folder.parent / precision,
                 fuse=True,
+                lanes=2,
             )
         )
         return bundles.read(out)

@@ -340,6 +340,17 @@ def test_all_graphs_and_drafters_are_the_same_on_the_cpu(toy: Toy, run: Run) -> 
     assert found.figure.startswith(f"{len(pairs)} of {len(pairs)} ways of drafting lossless over ")
 
 
+def test_prompts_that_share_passes_get_the_same(run: Run) -> None:
+    found = run("lanes")
+    rows = found.tables["measured"]
+    names = ["none", *(name for name in NAMES if name not in FUSED)]
+    assert [(row["drafter"], row["decoding"]) for row in rows] == [
+        (name, way) for name in names for way in same.DECODINGS
+    ]
+    assert {(row["lanes"], row["identical"], row["real"]) for row in rows} == {(2, 1.0, 0)}
+    assert found.figure.startswith("together / alone ")
+
+
 def test_the_shipped_drafter_is_benched_before_the_others(run: Run) -> None:
     def names(found: Findings) -> list[str]:
         return [row["drafter"].partition("+")[0] for row in found.tables["measured"]]

@@ -55,8 +55,8 @@ class BuildOptions:
     the graph itself finds the argmax and the largest logits.
     fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
     drafter_precision: of the drafters' weights on a CPU, fp32, int8 or int4, see `precision_of`.
-    lanes: how many conversations one pass of the target takes on a CPU, up to 8, see
-    graphs/lanes.py; 1 leaves those graphs out.
+    lanes: how many conversations one pass of the target takes, up to 8, see graphs/lanes.py; 1
+    leaves those graphs out, and TensorRT has none.
 
     Raises UserError for an unknown name or a combination that cannot be built.
     """
@@ -107,8 +107,7 @@ class BuildOptions:
     @property
     def lane_numbers(self) -> range:
         """For how many lanes each there is a graph of the target."""
-        has_lanes = self.graph_form == "slots" and not self.is_for_gpu
-        return range(2, self.lanes + 1 if has_lanes else 2)
+        return range(2, self.lanes + 1 if self.graph_form == "slots" else 2)
 
     def _require_device_fits(self) -> None:
         if self.device == "cuda" and self.target_precision in CPU_PRECISIONS:

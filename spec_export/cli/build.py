@@ -119,7 +119,7 @@ Lanes = Annotated[
         "--lanes",
         min=1,
         max=MAX_LANES,
-        help="Conversations that one pass takes together on a CPU; 1 leaves these graphs out",
+        help="Conversations that one pass takes together; 1 leaves these graphs out",
         rich_help_panel=GRAPHS,
     ),
 ]

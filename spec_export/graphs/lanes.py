@@ -1,33 +1,38 @@
 """Makes of a target's graph one that runs several conversations in one pass.
 
-Each conversation has a lane: key/value caches and a mask of its own. All products run once, over
-the rows of all lanes together.
+Each conversation has a lane: key/value caches, banks and a mask of its own. All products run once,
+over the rows of all lanes together.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from spec_export.graphs.edit import GraphEditor, remove_dead
+from spec_export.graphs.edit import GraphEditor, input_at, remove_dead
 from spec_runtime.backends.shapes import KV
-from spec_runtime.bundle.manifest import LANE_ROWS, lane_name
+from spec_runtime.bundle.manifest import BANK, LANE_ROWS, lane_name
 
 # What a lane has for itself, beside its caches.
-OWN = ("mask", "slots", "seqlens_k")
+OWN = ("mask", "slots", "seqlens_k", "write_index", "src", "perm")
 # Operators at which rows of all lanes meet what a lane has for itself: the input that holds rows,
-# and the axis along which these lie, in the input and in an attention's output.
-MEETINGS = {"ScatterND": (2, 1), "GroupQueryAttention": (0, 1), "Attention": (0, 2)}
+# and the axis along which these lie, in the input and in an attention's output; in a bank's, the
+# first.
+MEETINGS = {
+    **{"ScatterND": (2, 1), "GroupQueryAttention": (0, 1), "Attention": (0, 2)},
+    "Concat": (1, 2),  # new rows of a cache behind those that move, in the contiguous form
+}
 ATTENTIONS = ("GroupQueryAttention", "Attention")
 
 
 def to_lanes(model: ir.Model, num_lanes: int) -> ir.Model | None:
-    """Rewrites a target's graph in the slots form for `num_lanes` lanes, in place, and returns it.
+    """Rewrites a target's graph for `num_lanes` lanes, in place, and returns it.
 
     Inputs and outputs that hold rows, such as `input_ids` i64[1, N] and `logits` f32[M, V], take
     the rows of the lanes one after another; the new input `lane_rows` i64[num_lanes] says how many
     rows each lane has, at least one. The others there are once a lane, named by `lane_name`:
-    caches, `mask` bool[1, 1, N, S], `slots` i64[N], `seqlens_k` i32[1], and `position_ids`
-    i64[1, N] where layers have sliding windows, with the lane's own N and S.
+    caches and banks, `mask` bool[1, 1, N, S], `slots` i64[N], `seqlens_k` i32[1], and
+    `position_ids` i64[1, N] where layers have sliding windows, with the lane's own N and S. In the
+    contiguous form `write_index`, `src` and `perm` are once a lane, too.
 
     What is computed of a lane's own values, up to its attention, is computed for each lane;
     everything else is shared. Returns None for a graph where lanes and rows meet in other ways.
@@ -99,6 +104,8 @@ class _Lanes:
     def _copy(self, node: ir.Node) -> bool:
         """Makes the node once a lane; returns False if that cannot be."""
         meeting, axis = MEETINGS.get(node.op_type, (-1, 0))
+        if str(input_at(node, 0).name).startswith(BANK):
+            axis = 0
         copies = []
         for k in self.lanes:
             inputs: list[ir.Value | None] = []
@@ -170,4 +177,4 @@ class _Lanes:
 
 
 def _is_cache(value: ir.Value) -> bool:
-    return str(value.name).startswith(KV)
+    return str(value.name).startswith((KV, BANK))

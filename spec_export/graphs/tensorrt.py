@@ -26,7 +26,14 @@ from spec_runtime.backends.cuda_api import open_cuda
 from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
-from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec
+from spec_runtime.bundle.manifest import (
+    LANE,
+    LANE_ROWS,
+    Graph,
+    Plan,
+    TensorSpec,
+    written_name,
+)
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.proposers.rows import CHUNK_ROWS
@@ -268,6 +275,10 @@ def build_plan(
     for sizes in profiles:
         profile = builder.create_optimization_profile()
         for spec in graph.inputs:
+            if spec.name == LANE_ROWS:  # a tensor that shapes follow from: its values are bounded
+                by_lane = [three for axis, three in sizes.items() if axis.startswith(f"N{LANE}")]
+                profile.set_shape_input(spec.name, *zip(*by_lane, strict=True))
+                continue
             shapes = [
                 shape_of(spec, {axis: three[which] for axis, three in sizes.items()})
                 for which in range(3)
@@ -306,7 +317,7 @@ def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     updates = [layer for layer in layers if layer.type == module.LayerType.KV_CACHE_UPDATE]
     pairs = [(update.get_input(0).name, update.get_output(0).name) for update in updates]
-    _require(file, "updates in place", sorted(pairs), sorted((c, f"{c}.out") for c in caches))
+    _require(file, "updates in place", sorted(pairs), sorted((c, written_name(c)) for c in caches))
     is_in = [update.get_input(0).is_network_input for update in updates]
     is_out = [update.get_output(0).is_network_output for update in updates]
     _require(file, "updates of the network's own tensors", all(is_in + is_out), True)

@@ -6,6 +6,7 @@ Each backend is one file; see README.md for how to add one.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from spec_runtime.backends.base import (
     BACKENDS,
@@ -22,6 +23,9 @@ from spec_runtime.backends.base import (
 )
 from spec_runtime.bundle.manifest import SAMPLING, Bundle, Graph
 
+if TYPE_CHECKING:
+    from spec_runtime.backends.lanes import LanePasses
+
 __all__ = [
     "BACKENDS",
     "Backend",
@@ -33,6 +37,7 @@ __all__ = [
     "RowsReader",
     "Runtime",
     "open_graph",
+    "open_lanes",
     "open_sampling",
     "run_at_once",
 ]
@@ -71,3 +76,13 @@ def open_sampling(bundle: Bundle, target: Backend, runtime: Runtime) -> RowsRead
     from spec_runtime.backends.session import as_lender
 
     return SamplingGraph(bundle, graph, as_lender(target).copies, runtime)
+
+
+def open_lanes(bundle: Bundle, runtime: Runtime) -> LanePasses | None:
+    """Returns what runs one pass for several lanes, None where each runs by itself."""
+    if runtime.engine != "onnxruntime":
+        return None
+    from spec_runtime.backends.lanes import LanePasses  # here: only this engine needs onnxruntime
+
+    opener = importlib.import_module(runtime.kind.module).open_lanes
+    return LanePasses(bundle, runtime, opener, open_sampling)

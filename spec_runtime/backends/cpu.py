@@ -17,6 +17,7 @@ from spec_runtime.backends.base import Backend, RowBackend, Runtime
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.packed_files import hashes_of
 from spec_runtime.backends.session import (
+    Lender,
     NamingGraph,
     OrtBackend,
     SessionOptions,
@@ -31,6 +32,8 @@ from spec_runtime.bundle.memory import require_memory
 from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.machine import default_threads
 
+MAX_BINDINGS = 64  # kept at a time; only graphs of lanes have so many, one for each set that met
+
 
 class CpuBackend(OrtBackend, RowBackend):
     """One session on the CPU with its KV buffers and banks, see OrtBackend.
@@ -44,8 +47,8 @@ class CpuBackend(OrtBackend, RowBackend):
         graph: Graph,
         capacity: int,
         threads: int | None = None,
-        share: OrtBackend | None = None,
-        banks: OrtBackend | None = None,
+        share: Lender | None = None,
+        banks: Lender | None = None,
         hashes: Mapping[Path, str] | None = None,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
@@ -57,7 +60,7 @@ class CpuBackend(OrtBackend, RowBackend):
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
-        self._bindings: dict[tuple[str, ...], Any] = {}
+        self._bindings: dict[tuple[tuple[str, ...], int], Any] = {}
         self._outputs: dict[str, np.ndarray] = {}
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
@@ -105,10 +108,13 @@ class CpuBackend(OrtBackend, RowBackend):
 
         The first time, `feeds` are compared with the graph: later ones have the same names.
         """
-        if outputs not in self._bindings:
+        key = outputs, id(self.buffers)
+        if key not in self._bindings:
             require_feeds(self._graph, feeds, outputs)
-            self._bindings[outputs] = bind_buffers(self.session, self.buffers)
-        return self._bindings[outputs]
+            if len(self._bindings) == MAX_BINDINGS:
+                self._bindings.clear()
+            self._bindings[key] = bind_buffers(self.session, self.buffers)
+        return self._bindings[key]
 
     def _output(self, name: str, sizes: dict[str, int]) -> np.ndarray:
         """Returns a view of an output's buffer, which grows to the largest shape asked for."""
@@ -145,3 +151,15 @@ def open_graph(
         banks=None if banks is None else as_lender(banks),
         hashes=hashes_of(bundle, graph) if runtime.map_weights else None,
     )
+
+
+def open_lanes(
+    bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, lanes: Lender
+) -> CpuBackend:
+    """Opens a graph for several lanes, on the buffers of these.
+
+    Its weights are mapped from a file: packed for each number of lanes, they would be held again.
+    """
+    require_known_graph(bundle, graph)
+    path, hashes = bundle.path / graph.file, hashes_of(bundle, graph)
+    return CpuBackend(path, graph, capacity, runtime.num_threads, lanes, lanes, hashes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from spec_runtime.backends.captures import free_later
 from spec_runtime.backends.copies import open_copies
 from spec_runtime.backends.device_runs import DeviceRuns
 from spec_runtime.backends.session import (
+    Lender,
     OrtBackend,
     SessionOptions,
     as_lender,
@@ -40,8 +42,8 @@ class CudaBackend(OrtBackend, DeviceBackend):
         graph: Graph,
         capacity: int,
         threads: int | None = None,
-        share: OrtBackend | None = None,
-        banks: OrtBackend | None = None,
+        share: Lender | None = None,
+        banks: Lender | None = None,
         has_cuda_graphs: bool = False,
     ) -> None:
         prepare("cuda")
@@ -70,6 +72,10 @@ class CudaBackend(OrtBackend, DeviceBackend):
     def has_output(self, name: str) -> bool:
         return name in self._names
 
+    def borrow(self, buffers: Mapping[str, Any]) -> None:
+        """See OrtBackend.borrow."""
+        self.buffers = self._runs.buffers = buffers
+
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run."""
         return self._runs.run(feeds, outputs, ())[0]
@@ -93,17 +99,29 @@ def open_graph(
 
     Raises UserError for a bundle that was not built for CUDA.
     """
+    lenders = (None if each is None else as_lender(each) for each in (share, banks))
+    return _open(bundle, graph, capacity, runtime, *lenders)
+
+
+def open_lanes(
+    bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, lanes: Lender
+) -> CudaBackend:
+    """Opens a graph for several lanes, on the buffers of these."""
+    return _open(bundle, graph, capacity, runtime, lanes, lanes)
+
+
+def _open(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Lender | None,
+    banks: Lender | None,
+) -> CudaBackend:
     require_known_graph(bundle, graph)
     _require_cuda_kernels(bundle.manifest.target.precision, graph)
-    return CudaBackend(
-        bundle.path / graph.file,
-        graph,
-        capacity,
-        runtime.num_threads,
-        share=None if share is None else as_lender(share),
-        banks=None if banks is None else as_lender(banks),
-        has_cuda_graphs=runtime.has_cuda_graphs,
-    )
+    path, threads = bundle.path / graph.file, runtime.num_threads
+    return CudaBackend(path, graph, capacity, threads, share, banks, runtime.has_cuda_graphs)
 
 
 def _require_cuda_kernels(precision: str, graph: Graph) -> None:

@@ -38,6 +38,12 @@ class DeviceRows:
         assert self._num_runs == self._memory.num_runs, "read after the backend's next run"
         return self._address
 
+    def part(self, begin: int, num_rows: int) -> DeviceRows:
+        """Returns `num_rows` of these rows, from `begin` on."""
+        width = self.shape[1]
+        address = self.address + begin * width * self._dtype.itemsize
+        return DeviceRows(self._memory, address, (num_rows, width), num_rows, self._dtype.name)
+
     def __len__(self) -> int:
         return int(self.shape[0])
 

@@ -28,7 +28,7 @@ from spec_runtime.backends.session import (
     takes_cuda_graphs,
 )
 from spec_runtime.backends.shapes import is_cache, mask_width, require_feeds, shape_of
-from spec_runtime.bundle.manifest import Graph
+from spec_runtime.bundle.manifest import LANE, LANE_ROWS, Graph
 
 MAX_PLANS = 1024  # a plan is small; there are several for each bound shape
 MAX_CAPTURED_ROWS = WIDTHS[-1]  # above, kernels take longer than their launches
@@ -84,8 +84,11 @@ class BoundShape(BoundRun):
         self.upload = copies.upload(feeds.memory, value)
         base = value.data_ptr()
         for name, array in feeds.arrays.items():
-            address = base + feeds.first[name]
-            binding.bind_input(name, device, 0, array.dtype, array.shape, address)
+            if name == LANE_ROWS:  # Split reads it on the host, and it follows from the shapes
+                binding.bind_cpu_input(name, array)
+            else:
+                address = base + feeds.first[name]
+                binding.bind_input(name, device, 0, array.dtype, array.shape, address)
         for name, output in outputs.items():
             binding.bind_ortvalue_output(name, output)
 
@@ -97,7 +100,8 @@ class DeviceRuns:
     CUDA's GroupQueryAttention computes over the mask's width ("full_buffer" needs all of it).
 
     Captured and other runs are on the same stream and share only the KV buffers. Padding (see
-    pad_rows.py) lets few shapes serve many runs.
+    pad_rows.py) lets few shapes serve many runs. What a graph of lanes is fed has been padded and
+    cut, see lanes.py. `buffers` may be replaced between runs; what is bound is kept by identity.
     """
 
     def __init__(
@@ -111,13 +115,15 @@ class DeviceRuns:
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
-        self._buffers, self._device = buffers, device
+        self.buffers, self._device = buffers, device
         self._naming = NamingGraph(graph.file)
         self._has_cuda_graphs = takes_cuda_graphs(session)
         self._inputs = [spec for spec in graph.inputs if not is_cache(spec)]
         self._names = [spec.name for spec in self._inputs]
         self._outputs = {spec.name: spec for spec in graph.outputs}
-        self._cuts_masks = graph.form == "slots" and graph.attention == "bias"
+        self._has_lanes = graph.has_input(LANE_ROWS)
+        is_cut = graph.form == "slots" and graph.attention == "bias"
+        self._cuts_masks = is_cut and not self._has_lanes
         self._copies = copies
         self._plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
         self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs, by_thread=True)
@@ -128,7 +134,8 @@ class DeviceRuns:
     ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         """Returns `outputs`, copied to the host, and `kept`, left on the device."""
         plan = self._plan(feeds, tuple(outputs), tuple(kept))
-        bound = self._bound.get(plan.bound_key, lambda: self._bind(plan))
+        key = id(self.buffers), plan.bound_key
+        bound = self._bound.get(key, lambda: self._bind(plan))
         rows, download = bound.parts.get(plan) or self._add_parts(bound, plan)
         self.num_runs += 1
         bound.upload.claim()
@@ -186,7 +193,7 @@ class DeviceRuns:
         width: int,
     ) -> RunPlan:
         sizes = wider = require_feeds(self._graph, feeds, (*outputs, *kept))
-        if self._has_cuda_graphs:
+        if self._has_cuda_graphs and not self._has_lanes:
             wider = padded_sizes(self._graph, sizes, self._capacity)
         if width:
             wider = wider | {"S": mask_width(max(width, wider["N"]), self._capacity)}
@@ -211,13 +218,19 @@ class DeviceRuns:
         specs = [self._outputs[name] for name in plan.outputs]
         bound = BoundShape(
             self._session,
-            bind_buffers(self._session, self._buffers),
+            bind_buffers(self._session, self.buffers),
             self._naming,
             self._copies,
             PackedFeeds(self._inputs, plan.wider, self._copies.host),
             {s.name: empty_value(shape_of(s, plan.wider), s.dtype, self._device) for s in specs},
             self._device,
         )
-        num_rows = max((size for axis, size in plan.wider.items() if axis != "S"), default=1)
+        rows = [
+            size
+            for axis, size in plan.wider.items()
+            # each lane has launches of its own, so that its rows count and not those of all
+            if not axis.startswith("S") and (LANE in axis or not self._has_lanes)
+        ]
+        num_rows = max(rows, default=1)
         bound.may_capture = num_rows <= MAX_CAPTURED_ROWS
         return bound

@@ -1,123 +1,201 @@
-"""Runs a pass over several conversations with ONNX Runtime on the CPU: each in its own buffers, all
-in one graph."""
+"""Runs a pass over several conversations with ONNX Runtime: each in its own buffers, all in one
+graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, Runtime
-from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.backends.packed_files import hashes_of
-from spec_runtime.backends.session import NamingGraph, SessionOptions, open_session
-from spec_runtime.backends.shapes import KV, is_cache, shape_of
-from spec_runtime.bundle.manifest import LANE_ROWS, MAX_LANES, Bundle, lane_name, lanes_name
-from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.backends.base import Backend, DeviceBackend, RowsReader, Runtime
+from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.device_rows import DeviceRows
+from spec_runtime.backends.pad_rows import WIDTHS, PaddedRows, padded_sizes
+from spec_runtime.backends.session import Lender, OrtBackend, as_lender
+from spec_runtime.backends.shapes import axis_sizes, is_cache, mask_width, shape_of
+from spec_runtime.bundle.manifest import LANE_ROWS, MAX_LANES, Bundle, Graph, lane_name, lanes_name
 
-MAX_BINDINGS = 64  # kept at a time: one for each set of lanes that met
+Feeds = Mapping[str, np.ndarray]
+LOGITS = "logits"
+
+
+class LanesOpener(Protocol):
+    """Opens a graph for several lanes on a backend."""
+
+    def __call__(
+        self, bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, lanes: Lender
+    ) -> OrtBackend: ...
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedLanes:
+    """Lends the buffers of lanes that share passes, each by its lane's name; see Lender."""
+
+    buffers: Mapping[str, Any]
+    copies: Copies
 
 
 class LanePasses:
     """Runs the target's graph for several lanes, see `spec_export/graphs/lanes.py`.
 
-    A lane is a backend of the target with its own buffers; they share the weights. Its graphs,
-    one for each number of lanes, are opened when first used, with weights that are mapped from
-    one file. `max_lanes` is the most that one pass takes; 1 if the bundle has no such graph.
+    A lane is a backend of the target with its own buffers; they share the weights. The graphs, one
+    for each number of lanes, are opened when first used, on the first lane's stream. `max_lanes` is
+    the most that one pass takes; 1 if the bundle has no such graph.
+
+    Where CUDA graphs are captured, all lanes' rows are padded to the same of a few widths, so that
+    few shapes occur. A pass with a lane of more rows than the widest runs as it is.
     """
 
-    def __init__(self, bundle: Bundle, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        runtime: Runtime,
+        open_lanes: LanesOpener,
+        open_sampling: Callable[[Bundle, Backend, Runtime], RowsReader | None],
+    ) -> None:
         self._bundle, self._runtime = bundle, runtime
+        self._open_lanes, self._open_sampling = open_lanes, open_sampling
         known = bundle.manifest.graphs
+        self._target = known["target"]
         self._graphs = {
             n: known[lanes_name(n)] for n in range(2, MAX_LANES + 1) if lanes_name(n) in known
         }
         self.max_lanes = max(self._graphs, default=1)
-        self._sessions: dict[int, Any] = {}
-        self._bindings: dict[tuple[Any, ...], Any] = {}
+        self._opened: dict[int, tuple[OrtBackend, RowsReader | None]] = {}
+        self._joined: dict[tuple[int, ...], JoinedLanes] = {}
 
     def run(
-        self,
-        lanes: Sequence[Backend],
-        feeds: Sequence[Mapping[str, np.ndarray]],
-        outputs: Sequence[str],
-    ) -> list[dict[str, np.ndarray]]:
+        self, lanes: Sequence[Backend], feeds: Sequence[Feeds], outputs: Sequence[str]
+    ) -> list[dict[str, Any]]:
         """Runs the rows of all lanes once; returns each lane's outputs, as its own run would.
 
-        There are at least two lanes and a graph for so many. `feeds` are those of each lane. The
-        next run may overwrite the arrays.
+        There are at least two lanes and a graph for so many. `feeds` are those of each lane.
+        Outputs that the graph has not are the sampling graph's. On a device logits stay there (see
+        base.Rows). The next run of as many lanes may overwrite the arrays.
         """
-        graph = self._graphs[len(lanes)]
-        session = self._session(len(lanes))
-        numbers = [len(each["slots"]) for each in feeds]
-        joined = _joined(feeds)
-        joined[LANE_ROWS] = np.array(numbers, np.int64)
-        sizes = {"N": sum(numbers), "M": len(joined["logit_rows"])}
-        binding = self._binding(session, lanes, tuple(outputs))
-        held = []  # ONNX Runtime reads these arrays' memory during the run
-        for spec in graph.inputs:
-            if not is_cache(spec):
-                array = np.ascontiguousarray(joined[spec.name])
-                held.append(array)
-                binding.bind_cpu_input(spec.name, array)
-        specs = {spec.name: spec for spec in graph.outputs}
-        results = {}
-        for name in outputs:
-            shape = shape_of(specs[name], sizes)
-            results[name] = array = np.empty(shape, specs[name].dtype)
-            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        with NamingGraph(graph.file):
-            session.run_with_iobinding(binding)
-        ends = {
-            "N": np.cumsum(numbers)[:-1],
-            "M": np.cumsum([len(each["logit_rows"]) for each in feeds])[:-1],
-        }
-        parts = {
-            name: np.split(array, ends[str(specs[name].shape[0])])
-            for name, array in results.items()
-        }
-        return [{name: part[k] for name, part in parts.items()} for k in range(len(lanes))]
+        # always in the same order, so that what is bound for lanes that meet again is found
+        order = sorted(range(len(lanes)), key=lambda k: id(lanes[k]))
+        joined = self._join([as_lender(lanes[k]) for k in order])
+        capacity = lanes[0].capacity
+        backend, sampling = self._open(len(lanes), capacity, joined)
+        for lane in lanes:
+            as_lender(lane).copies.settle()  # each has its own stream
+        wider = self._wider(feeds, capacity)
+        wide = [self._widened(feeds[k], wider) for k in order]
+        found = _run(backend, sampling, _joined(wide), outputs)
+        backend.copies.settle()
+        axes = {spec.name: spec.shape[0] for spec in self._target.outputs}
+        results: dict[int, dict[str, Any]] = {}
+        begins = {"N": 0, "M": 0}
+        for k, padded in zip(order, wide, strict=True):
+            numbers, padded_numbers = _num_rows(feeds[k]), _num_rows(padded)
+            results[k] = {}
+            for name, rows in found.items():
+                axis = str(axes.get(name, "M"))  # the sampling graph's are by row of logits
+                results[k][name] = _part(rows, begins[axis], numbers[axis])
+            begins = {axis: begin + padded_numbers[axis] for axis, begin in begins.items()}
+        return [results[k] for k in range(len(lanes))]
 
-    def _session(self, num_lanes: int) -> Any:
-        if num_lanes not in self._sessions:
-            bundle, graph, runtime = self._bundle, self._graphs[num_lanes], self._runtime
-            require_known_graph(bundle, graph)
-            options = SessionOptions(runtime.num_threads, hashes=hashes_of(bundle, graph))
-            self._sessions[num_lanes] = open_session(bundle.file(graph.file), graph, options)
-        return self._sessions[num_lanes]
+    def _join(self, lanes: Sequence[OrtBackend]) -> JoinedLanes:
+        """Returns what lends these lanes' buffers, always the same for the same lanes."""
+        key = tuple(map(id, lanes))
+        if key not in self._joined:
+            buffers = {
+                lane_name(name, k): value
+                for k, lane in enumerate(lanes)
+                for name, value in lane.buffers.items()
+            }
+            self._joined[key] = JoinedLanes(buffers, lanes[0].copies)
+        return self._joined[key]
 
-    def _binding(self, session: Any, lanes: Sequence[Backend], outputs: tuple[str, ...]) -> Any:
-        """Returns the binding with the buffers of these lanes, for these outputs."""
-        key = (*map(id, lanes), outputs)
-        if key not in self._bindings:
-            if len(self._bindings) == MAX_BINDINGS:
-                self._bindings.clear()
-            binding = self._bindings[key] = session.io_binding()
-            for k, lane in enumerate(lanes):
-                assert isinstance(lane, CpuBackend), lane
-                for name, value in lane.buffers.items():
-                    binding.bind_ortvalue_input(lane_name(name, k), value)
-                    if name.startswith(KV):
-                        binding.bind_ortvalue_output(lane_name(f"{name}.out", k), value)
-        return self._bindings[key]
+    def _open(
+        self, num_lanes: int, capacity: int, joined: JoinedLanes
+    ) -> tuple[OrtBackend, RowsReader | None]:
+        """Returns the graph for so many lanes, on these lanes' buffers, and what reads its
+        logits."""
+        if num_lanes not in self._opened:
+            bundle, runtime = self._bundle, self._runtime
+            graph = self._graphs[num_lanes]
+            backend: Any = self._open_lanes(bundle, graph, capacity, runtime, joined)
+            self._opened[num_lanes] = backend, self._open_sampling(bundle, backend, runtime)
+        backend, sampling = self._opened[num_lanes]
+        backend.borrow(joined.buffers)
+        return backend, sampling
+
+    def _wider(self, feeds: Sequence[Feeds], capacity: int) -> dict[str, int]:
+        """Returns the sizes that the lanes' axes are padded and cut to; none on the CPU."""
+        wider: dict[str, int] = {}
+        if self._runtime.device == "cpu":
+            return wider
+        most = {axis: max(_num_rows(each)[axis] for each in feeds) for axis in ("N", "M")}
+        if self._runtime.has_cuda_graphs and most["N"] <= WIDTHS[-1]:
+            wider |= padded_sizes(self._target, most, capacity)
+        if self._target.attention == "bias":
+            num_slots = max(each["seqlens_k"].item() + 1 for each in feeds)
+            wider["S"] = mask_width(max(num_slots, most["N"], *wider.values()), capacity)
+        return wider
+
+    def _widened(self, feeds: Feeds, wider: Mapping[str, int]) -> Feeds:
+        """Returns a lane's feeds with axes of these sizes, where there are any."""
+        if not wider:
+            return feeds
+        inputs = [spec for spec in self._target.inputs if not is_cache(spec)]
+        sizes = axis_sizes(self._target, {spec.name: feeds[spec.name].shape for spec in inputs})
+        padded = {**sizes, **wider}
+        arrays = {spec.name: np.empty(shape_of(spec, padded), spec.dtype) for spec in inputs}
+        PaddedRows(self._target, sizes, padded, arrays).write(feeds)
+        return arrays
 
 
-def _joined(feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _run(
+    backend: Backend,
+    sampling: RowsReader | None,
+    feeds: dict[str, np.ndarray],
+    outputs: Sequence[str],
+) -> dict[str, Any]:
+    """Returns these outputs of one run, logits on the device if there is one."""
+    if not isinstance(backend, DeviceBackend):
+        return dict(backend.run(feeds, outputs))
+    own = [name for name in outputs if name != LOGITS and backend.has_output(name)]
+    fetched, kept = backend.run_keeping(feeds, own, [LOGITS])
+    others = [name for name in outputs if not backend.has_output(name)]
+    found = {**fetched, **kept}
+    if others:
+        assert sampling is not None, others
+        found |= zip(others, sampling.run(kept[LOGITS], others), strict=True)
+    return found
+
+
+def _part(rows: np.ndarray | DeviceRows, begin: int, num_rows: int) -> np.ndarray | DeviceRows:
+    if isinstance(rows, DeviceRows):
+        return rows.part(begin, num_rows)
+    return rows[begin : begin + num_rows]
+
+
+def _num_rows(feeds: Feeds) -> dict[str, int]:
+    """Returns how many rows a lane runs, and of how many it asks for the logits, by axis."""
+    return {"N": len(feeds["slots"]), "M": len(feeds["logit_rows"])}
+
+
+def _joined(feeds: Sequence[Feeds]) -> dict[str, np.ndarray]:
     """Returns what all lanes feed together: rows one lane after another, and the rest by lane.
 
     >>> rows = {"input_ids": np.array([[7, 8]]), "position_ids": np.array([[4, 5]])}
     >>> rows |= {"logit_rows": np.array([1]), "slots": np.array([4, 5])}
-    >>> _joined([rows, rows])["logit_rows"]
-    array([1, 3])
+    >>> joined = _joined([rows, rows])
+    >>> joined["logit_rows"], joined["lane_rows"]
+    (array([1, 3]), array([2, 2]))
     """
-    begins = np.cumsum([0, *(len(each["slots"]) for each in feeds)])
+    numbers = [_num_rows(each)["N"] for each in feeds]
+    begins = np.cumsum([0, *numbers])
     joined = {
         name: np.concatenate([each[name] for each in feeds], axis=1)
         for name in ("input_ids", "position_ids")
     }
     rows = [each["logit_rows"] + begin for each, begin in zip(feeds, begins, strict=False)]
-    joined["logit_rows"] = np.concatenate(rows)
+    joined |= {"logit_rows": np.concatenate(rows), LANE_ROWS: np.array(numbers)}
     for k, each in enumerate(feeds):
         joined |= {lane_name(name, k): array for name, array in each.items()}
     return joined

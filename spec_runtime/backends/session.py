@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.packed_files import GRAPH, WEIGHTS, packed_file
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
-from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec
+from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
 from spec_runtime.errors import UserError
 from spec_runtime.files.onnx_file import read_outline
@@ -383,18 +383,28 @@ class Viewer:
 def bind_buffers(session: Any, buffers: Mapping[str, Any]) -> Any:
     """Returns a new binding with every KV buffer and bank in place.
 
-    Each is bound as an input and, where the graph writes it, as the output `<name>.out` too.
+    Each is bound as an input and, where the graph writes it, as the output `written_name` too.
     """
     binding = session.io_binding()
     outputs = {value.name for value in session.get_outputs()}
-    written = {name: value for name, value in buffers.items() if f"{name}.out" in outputs}
+    written = {name: value for name, value in buffers.items() if written_name(name) in outputs}
     for name, value in buffers.items():
         binding.bind_ortvalue_input(name, value)
     for name, value in written.items():
-        binding.bind_ortvalue_output(f"{name}.out", value)
+        binding.bind_ortvalue_output(written_name(name), value)
     bound = zip(binding.get_outputs(), written.values(), strict=True)
     assert all(a.data_ptr() == b.data_ptr() for a, b in bound), "a buffer is not bound in place"
     return binding
+
+
+class Lender(Protocol):
+    """Lends buffers, see OrtBackend: one, or several lanes together."""
+
+    @property
+    def buffers(self) -> Mapping[str, Any]: ...
+
+    @property
+    def copies(self) -> Copies: ...
 
 
 class OrtBackend(ABC):
@@ -407,12 +417,17 @@ class OrtBackend(ABC):
 
     form: str
     capacity: int
-    buffers: dict[str, Any]
+    buffers: Mapping[str, Any]
     copies: Copies
 
     @abstractmethod
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run."""
+
+    def borrow(self, buffers: Mapping[str, Any]) -> None:
+        """Reads and writes these buffers from now on. The mapping has to live as long as the
+        backend, which keeps what it binds by the mapping's identity."""
+        self.buffers = buffers
 
 
 def as_lender(backend: Backend) -> OrtBackend:
@@ -425,8 +440,8 @@ def open_buffers(
     graph: Graph,
     capacity: int,
     device: str,
-    share: OrtBackend | None,
-    banks: OrtBackend | None,
+    share: Lender | None,
+    banks: Lender | None,
 ) -> dict[str, Any]:
     """Returns the graph's KV buffers and banks by name.
 

@@ -357,6 +357,8 @@ DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 # input of such a graph that says how many rows each has, see spec_export/graphs/lanes.py.
 MAX_LANES = 8
 LANE_ROWS = "lane_rows"
+# What begins the names of such graphs, and what stands before a lane's number in other names.
+LANES, LANE = "target-lanes", ".lane"
 
 
 def is_feature(output: str) -> bool:
@@ -382,12 +384,22 @@ def fused_name(drafter: str) -> str:
 
 def lanes_name(num_lanes: int) -> str:
     """Names the graph for this many lanes among the manifest's graphs."""
-    return f"target-lanes{num_lanes}"
+    return f"{LANES}{num_lanes}"
 
 
 def lane_name(name: str, lane: int) -> str:
     """Names what a lane has in place of an input, output or free axis of the target's graph."""
-    return f"{name}.lane{lane}"
+    return f"{name}{LANE}{lane}"
+
+
+def written_name(buffer: str) -> str:
+    """Names the output that is a buffer after a step, which may be a lane's.
+
+    >>> written_name("kv.0.k"), written_name("kv.0.k.lane1")
+    ('kv.0.k.out', 'kv.0.k.out.lane1')
+    """
+    name, dot, lane = buffer.partition(LANE)
+    return f"{name}.out{dot}{lane}"
 
 
 def read(path: str | Path, verify: bool = True) -> Bundle:

@@ -30,7 +30,7 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.fused_steps import open_steps
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import PROPOSERS
-from spec_runtime.target import ARGMAX, TOP, Target
+from spec_runtime.target import ARGMAX, TOP, Asked, Target, verify_together
 from spec_runtime.trees.tree import TokenTree
 from tools.gpu.graphs import Feeder
 
@@ -120,14 +120,40 @@ class GraphRuns:
         """Runs the target's graph as verifying does."""
         with self._finding("target") as finding:
             mark(finding.name, OPEN)
-            target = spec_runtime.load(
-                self._bundle.path, "none", threads=1, verify=False, backend="cuda"
-            ).target
+            target = self._open_target()
             self._target, (self._backends["target"], _) = target, target.lend()
             _see_session(finding, self._backends["target"])
             target.prefill(range(24))
             tree = TokenTree(np.zeros(NUM_ROWS, np.int64), PARENTS)
             _run_phases(finding, lambda: target.verify(tree).argmax_N)
+
+    def run_lanes(self) -> None:
+        """Runs a pass for each number of lanes that there is a graph for."""
+        for name in self._bundle.manifest.graphs:
+            if not name.startswith(bundles.LANES):
+                continue
+            with self._finding(name) as finding:
+                mark(name, OPEN)
+                passes = backends.open_lanes(self._bundle, self._runtime)
+                assert passes is not None, "no passes"
+                num_lanes = int(name.removeprefix(bundles.LANES))
+                targets = [self._open_target() for _ in range(num_lanes)]
+                for target in targets:
+                    target.prefill(range(24))
+
+                def run(num_rows: int) -> None:
+                    tree = TokenTree(np.zeros(num_rows, np.int64), PARENTS[:num_rows])
+                    asked = [Asked(tree)] * len(targets)  # noqa: B023
+                    verify_together(passes, targets, asked)  # noqa: B023
+
+                run(1)  # opens the graph
+                _see_session(finding, targets[0].lend()[0])
+                _run_phases(finding, lambda: run(NUM_ROWS))
+
+    def _open_target(self) -> Target:
+        return spec_runtime.load(
+            self._bundle.path, "none", threads=1, verify=False, backend="cuda"
+        ).target
 
     def run_sampling(self) -> None:
         """Runs the graph that finds the largest logits, on some that the target left."""
@@ -234,6 +260,7 @@ def main() -> None:
     bundle = bundles.read(Path(sys.argv[1]), verify=False)
     runs = GraphRuns(bundle)
     runs.run_target()
+    runs.run_lanes()
     runs.run_sampling()
     for info in bundle.manifest.drafters:
         runs.run_drafter(info)

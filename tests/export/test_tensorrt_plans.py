@@ -32,6 +32,7 @@ from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
+from spec_export.graphs.lanes import to_lanes
 from spec_export.training import checkpoint
 from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
@@ -419,6 +420,23 @@ def test_a_network_that_is_not_the_manifests_is_refused(rtx: Any, adapted: Path)
         assert refusal(rtx, adapted, changed) == message
     less = dataclasses.replace(graph, outputs=graph.outputs[1:])
     assert refusal(rtx, adapted, less).startswith("outputs: got [")
+
+
+def test_a_graph_of_two_lanes_is_built(rtx: Any, backbone: Backbone, tmp_path: Path) -> None:
+    """Every lane's caches are updated in place. No build makes one, and none was ever executed."""
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    lanes = to_lanes(model, 2)
+    assert lanes is not None
+    trace.save(lanes, tmp_path / "graph.onnx")
+    graph = graph_of(lanes, "contiguous")
+    known = {"N": (1, 2, 4), "M": (1, 2, 4), "A": (1, 1, 4), "A+N": (2, 3, 8)}
+    profile: build.Profile = {}
+    for axis in graph.free_axes:
+        name, _, lane = axis.partition(bundles.LANE)
+        profile[axis] = known[name] if lane else tuple(2 * size for size in known[name])
+    assert {"N", "M", "N.lane0", "A+N.lane1"} < set(profile)
+    plan = build.build_plan(rtx, tmp_path / "graph.onnx", graph, (profile,), "8.9")
+    assert len(plan) > 100_000
 
 
 def test_a_cache_written_twice_is_not_in_place(rtx: Any, adapted: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ bundle         reads the bundles and checks their hashes, or builds one of a ran
 opens          every graph on the device: CUDA graphs taken or not, with the reason
 parity         every graph, random but valid feeds, device against ONNX Runtime's CPU provider
 losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
+lanes          several prompts that share passes: same tokens as alone, ratio of speeds
 capture        CUDA graphs on and off: same tokens, ratio of speeds
 bench          the shipped drafter and its fused step: accepted length, tokens/s, speed-up
 drafters       the same for all other drafters and prompt lookup
@@ -65,6 +66,7 @@ SECONDS = {
     "opens": 90.0,
     "parity": 120.0,
     "losslessness": 150.0,
+    "lanes": 120.0,
     "capture": 120.0,
     "bench": 120.0,
     "drafters": 150.0,
@@ -72,7 +74,7 @@ SECONDS = {
     "tensorrt": 150.0,
     "shapes": 240.0,
 }
-NEEDS_BUNDLE = ("opens", "parity", "losslessness", "capture", "bench", "drafters")
+NEEDS_BUNDLE = ("opens", "parity", "losslessness", "lanes", "capture", "bench", "drafters")
 MIN_SECONDS = 10.0  # with less, a part is not begun
 INSTALL_SECONDS = 300
 

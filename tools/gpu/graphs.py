@@ -336,6 +336,6 @@ def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = Fal
             out=folder / "bundle",
             backend="tensorrt" if has_plans else "onnxruntime",
             fuse=not has_plans,
-            lanes=1,  # a CPU's
+            lanes=2,
         )
     )

@@ -160,12 +160,14 @@ def contenders(opened: bundles.Bundle) -> list[str]:
 def graphs_of(
     opened: bundles.Bundle,
 ) -> dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]]:
-    """Returns the bundle's graphs by name, but for the fused steps, each with the drafter that it
-    belongs to."""
+    """Returns the bundle's graphs by name, but for the fused steps and those of several lanes, each
+    with the drafter that it belongs to."""
     manifest = opened.manifest
     fused = {bundles.fused_name(name) for name in fused_names(opened)}
     graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
-        name: (graph, None) for name, graph in manifest.graphs.items() if name not in fused
+        name: (graph, None)
+        for name, graph in manifest.graphs.items()
+        if name not in fused and not name.startswith(bundles.LANES)
     }
     for info in manifest.drafters:
         graphs |= {f"{info.name} {role}": (graph, info) for role, graph in info.graphs.items()}

@@ -184,6 +184,7 @@ PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "opens": opens,
     "parity": same.parity,
     "losslessness": same.losslessness,
+    "lanes": same.lanes,
     "capture": same.capture,
     "bench": speed.bench_shipped,
     "drafters": speed.bench_others,

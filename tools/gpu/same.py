@@ -4,7 +4,8 @@ the texts of each drafter, CUDA graphs on and off, TensorRT."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -298,6 +299,68 @@ def race(
     if not reports[0].pairs:
         raise ValueError("got no prompt that fits the context")
     return reports
+
+
+# ---------------------------------------------------------------------------------------- lanes
+
+
+def lanes(check: Check, found: Findings) -> None:
+    """Compares texts of several prompts that share passes with those that each gets by itself."""
+    for opened in check.opened:
+        for name in ("none", *(name for name in contenders(opened) if not is_fused(name))):
+            for decoding, options in DECODINGS.items():
+                what = f"{label(opened)}, {name}, {decoding}"
+                row = found.attempt(what, _together, check, opened, name, options)
+                if row is not None:
+                    _judge(found, f"{what}, together against alone", row)
+                    about = {"bundle": label(opened), "drafter": name, "decoding": decoding}
+                    found.add({**about, **row})
+        check.close()
+    ratios = [row["together / alone"] for row in found.tables.get("measured", [])]
+    if ratios:
+        found.figure = f"together / alone {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
+
+
+def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> TableRow:
+    engine = spec_runtime.load(
+        opened.path,
+        name,
+        verify=False,
+        profile=False,
+        backend=BACKEND_FOR[check.device],
+        fused=False,
+    )
+    passes = backends.open_lanes(opened, backends.Runtime(BACKEND_FOR[check.device]))
+    num_lanes = 1 if passes is None else passes.max_lanes
+    if num_lanes == 1:
+        raise LeftOut("the bundle has no graphs for several lanes")
+    prompts = check.prompts[: check.sizes.num_audited]
+    ids = [engine.encode(prompt.content) for prompt in prompts]
+    whole = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False, **options}
+    ways: list[Callable[[], list[spec_runtime.GenerationResult]]] = [
+        lambda: [engine.generate(each, **whole) for each in ids],
+        lambda: engine.generate_many(ids, parallel=num_lanes, **whole),
+    ]
+    seconds = []
+    for run in ways:
+        run()  # captures
+        begin = time.perf_counter()
+        results = run()
+        seconds.append((time.perf_counter() - begin, results))
+    (alone_s, alone), (together_s, together) = seconds
+    partings: list[TableRow] = []
+    for prompt, each, one, other in zip(prompts, ids, alone, together, strict=True):
+        partings += _parting(check, opened, prompt.id, each, one.token_ids, other.token_ids)
+    num_tokens = sum(len(result.token_ids) for result in together)
+    return {
+        "lanes": num_lanes,
+        "alone tokens/s": num_tokens / alone_s,
+        "together tokens/s": num_tokens / together_s,
+        "together / alone": alone_s / together_s,
+        "identical": 1 - len(partings) / len(prompts),
+        "real": sum(parting["class"] == "real" for parting in partings),
+        "first divergence": _first(partings),
+    }
 
 
 # ------------------------------------------------------------------------------------- tensorrt

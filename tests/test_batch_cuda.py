@@ -1,0 +1,185 @@
+"""Tests that calls which share passes on a GPU get what each gets by itself.
+
+ONNX Runtime's calls go to tests/fake_ort_cuda.py, which computes on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fake_ort_cuda as fake
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from contract import PROMPTS
+from tiny_target import save_llama
+from workshop import FluentWorkshop
+
+import spec_runtime
+from spec_export import drafters, make_bundle
+from spec_export.make_bundle import BuildOptions
+from spec_runtime import backends
+from spec_runtime.backends import shapes
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.target import LOGITS, Asked, Target, Wants, verify_together
+from spec_runtime.trees.tree import TokenTree
+
+DRAFTERS = [*drafters.trainable(), "prompt_lookup", "none"]
+SAMPLING: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5})
+NUM_LANES = 3
+# What a lane asks for: a tree; the same with the largest logits; the end of a chunk of a prompt,
+# which is wider than what is captured.
+TREE = TokenTree(np.array([5, 6, 7, 8, 9]), np.array([0, 0, 0, 1, 1]))
+WIDE = TokenTree.chain([i % 90 for i in range(70)])
+ASKED: dict[str, list[Asked]] = {
+    "trees": [Asked(TREE), Asked(TokenTree.chain([4]))],
+    "draws": [Asked(TREE), Asked(TREE, Wants(top=True))],
+    "a chunk": [Asked(TREE, Wants(features=("features",))), Asked(WIDE, LOGITS, True)],
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
+    """Replaces ONNX Runtime and CUDA's Python bindings."""
+    device = fake.install(monkeypatch)
+    yield device
+    gc.collect()
+    assert not device.blocks, "device memory is left"
+    assert not device.runtime.is_busy
+
+
+@pytest.fixture(scope="module")
+def fluent_folder(fluent: FluentWorkshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns an fp32 bundle for CUDA with every drafter and graphs for up to three lanes."""
+    out = tmp_path_factory.mktemp("lanes") / "bundle"
+    options: dict[str, Any] = {"device": "cuda", "precision": "fp32", "lanes": NUM_LANES}
+    return fluent.build(out, *drafters.trainable(), **options)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_each_answer_is_the_one_it_gets_by_itself(
+    fluent_folder: Path, device: fake.Device, name: str
+) -> None:
+    engine = spec_runtime.load(fluent_folder, name, backend="cuda", threads=1)
+    for sampling in SAMPLING:
+        options = {"max_new_tokens": 16, "ignore_eos": True, **sampling}
+        alone = [engine.generate(prompt, **options) for prompt in PROMPTS]
+        together = engine.generate_many(PROMPTS, parallel=NUM_LANES, **options)
+        assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert any("lane_rows" in shapes for shapes in device.shapes)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Returns a bundle in each precision, whose targets have windows beside whole layers."""
+    folder = tmp_path_factory.mktemp("targets")
+    windows: dict[str, Any] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+    }
+    saved = save_llama(folder / "model", family="ministral", head_dim=8, **windows)
+    return {
+        precision: make_bundle.build(
+            BuildOptions(
+                str(saved),
+                ["prompt_lookup"],
+                precision=precision,
+                max_length=200,
+                device="cuda",
+                out=folder / precision,
+                lanes=2,
+            )
+        )
+        for precision in ("fp16", "fp32")
+    }
+
+
+def open_targets(folder: Path, cuda_graphs: bool) -> list[Target]:
+    """Returns two targets that have read prompts of different lengths."""
+    options: Any = {"threads": 1, "backend": "cuda", "cuda_graphs": cuda_graphs}
+    targets = [spec_runtime.load(folder, "none", **options).target for _ in range(2)]
+    for target, length in zip(targets, (9, 33), strict=True):
+        target.prefill([i % 90 for i in range(length)])
+    return targets
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("what", ASKED)
+def test_a_shared_pass_says_what_each_lanes_own_says(
+    folders: dict[str, Path],
+    device: fake.Device,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    cuda_graphs: bool,
+    what: str,
+) -> None:
+    monkeypatch.setattr(shapes, "MIN_MASK", 16)  # so that masks have several widths
+    targets, asked = open_targets(folders[precision], cuda_graphs), ASKED[what]
+    bundle = bundles.read(folders[precision])
+    runtime = backends.Runtime("cuda", 1, cuda_graphs)
+    passes = backends.open_lanes(bundle, runtime)
+    tolerance = 2e-2 if precision == "fp16" else 1e-5
+    counts = []
+    for _ in range(4):
+        before = device.num_eager, device.num_captured, device.num_replayed
+        found = read(verify_together(passes, targets, asked), asked)
+        after = device.num_eager, device.num_captured, device.num_replayed
+        counts.append(tuple(b - a for a, b in zip(before, after, strict=True)))
+        alone = [target.verify(*each) for target, each in zip(targets, asked, strict=True)]
+        expected = read(alone, asked)
+        for got, right in zip(found, expected, strict=True):
+            assert got.keys() == right.keys()
+            for name in got:
+                assert got[name] == pytest.approx(right[name], abs=tolerance), name
+    (joint,) = {tuple(each["mask.lane0"]) for each in device.shapes if "lane_rows" in each}
+    width = 5 if not cuda_graphs or what == "a chunk" else 8
+    capacity = 200 + bundle.manifest.target.scratch
+    seen = capacity if precision == "fp32" else {"a chunk": 128}.get(what, 64)
+    assert joint == (1, 1, width, seen)
+    kinds = 2 if what == "draws" else 1  # the pass, and the graph of the largest logits
+    if cuda_graphs and what != "a chunk":
+        assert counts == [(kinds, 0, 0), (0, kinds, 0), (0, 0, kinds), (0, 0, kinds)]
+    else:
+        assert counts == [(kinds, 0, 0)] * 4
+
+
+def read(verified: Sequence[Any], asked: Sequence[Asked]) -> list[dict[str, np.ndarray]]:
+    """Returns copies of what each lane was told."""
+    found = []
+    for each, (tree, wants, last_only) in zip(verified, asked, strict=True):
+        rows = range(1 if last_only else tree.num_nodes)
+        told = {"logits": np.array([each.row(i) for i in rows])}
+        told["best"] = np.array([each.best(i) or -1 for i in rows])
+        if wants.features:
+            told["features"] = each.features(rows)
+        if wants.top:
+            told["logsumexp"] = np.array([each.top(i).logsumexp for i in rows])
+            told["ids"] = np.array([each.top(i).id_K[0] for i in rows])
+        found.append(told)
+    return found
+
+
+def test_only_ids_come_to_the_host(folders: dict[str, Path], device: fake.Device) -> None:
+    targets = open_targets(folders["fp16"], True)
+    passes = backends.open_lanes(bundles.read(folders["fp16"]), backends.Runtime("cuda", 1))
+    before = device.bytes_to_host
+    first, second = verify_together(passes, targets, ASKED["trees"])
+    assert first.argmax_N.shape == (5,)
+    assert second.argmax_N.shape == (1,)
+    assert device.bytes_to_host - before == 2 * 8 * 8, "eight ids a lane"
+    first.row(3)
+    assert device.bytes_to_host - before == 2 * 8 * 8 + 4 * targets[0].vocab_size
+    verify_together(passes, targets, ASKED["trees"])
+    with pytest.raises(AssertionError, match="read after the backend's next run"):
+        first.row(1)
+
+
+def test_tensorrt_has_no_shared_passes(folders: dict[str, Path]) -> None:
+    bundle = bundles.read(folders["fp32"])
+    assert backends.open_lanes(bundle, backends.Runtime("tensorrt", 1)) is None
