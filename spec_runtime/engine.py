@@ -490,9 +490,7 @@ class Engine:
         stream that nobody reads keeps the memory until it is closed or dropped. Engines on the same
         target (`with_drafter`) go on, and keep it. Closing twice is fine.
         """
-        for lane in self._lanes:
-            lane.close()
-        self._lanes, self._passes = [], None
+        self.close_lanes()
         self._parts = None
         calls = self._calls.copy()
         for call in calls:
@@ -501,6 +499,12 @@ class Engine:
             call.wait_until_left()
         self.tokenizer.close()
         give_back_memory()
+
+    def close_lanes(self) -> None:
+        """Closes the lanes besides this engine, and gives their memory back."""
+        lanes, self._lanes, self._passes = self._lanes, [], None
+        for lane in lanes:
+            lane.close()
 
     def __enter__(self) -> Self:
         return self

@@ -55,3 +55,22 @@ def test_the_same_drafter_twice_is_refused(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"got drafter {MERGED} twice, expected different ones" in error
+
+
+def test_clients_are_answered_one_after_another_and_together(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(4)))
+    words = ["--bundle", workshop.bundle(ALONE), "--prompts", prompts, "--json", out]
+    assert bench(*words, "--clients", 3, "--parallel", 2, "--max-new-tokens", 9) == 0
+    figures = json.loads(out.read_text())
+    assert (figures["clients"], figures["parallel"]) == (3, 2)
+    ways = [(row["drafter"], row["together"]) for row in figures["traffic"]]
+    drafter = ways[1][0]
+    assert drafter.startswith(ALONE)
+    assert ways == [("none", 1), (drafter, 1), ("none", 2), (drafter, 2)]
+    assert len({row["tokens"] for row in figures["traffic"]}) == 1
+    table = capsys.readouterr().out
+    assert "3 clients" in table
+    assert f"{figures['traffic'][3]['tokens_per_second']:.1f}" in table

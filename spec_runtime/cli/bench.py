@@ -49,6 +49,26 @@ Nodes = Annotated[
     ),
 ]
 
+Clients = Annotated[
+    int | None,
+    typer.Option(
+        "--clients",
+        min=1,
+        help="Instead: N clients share the prompts, each asking when it has its answer; plain and "
+        "with the drafters, one after another and together",
+        show_default="prompt by prompt",
+    ),
+]
+Parallel = Annotated[
+    int | None,
+    typer.Option(
+        "--parallel",
+        min=1,
+        help="Answers decoded together for these clients",
+        show_default="as many as clients, at most those that share a pass",
+    ),
+]
+
 
 @with_flags(
     loading=options.loading("drafter", "strict", "kept_mb", "map_weights"),
@@ -64,9 +84,11 @@ def command(
     bundle: options.Bundle = None,
     drafter: Drafters = None,
     nodes: Nodes = None,
+    clients: Clients = None,
+    parallel: Parallel = None,
     system: options.System = None,
 ) -> None:
-    """Compare plain and speculative decoding of one bundle, prompt by prompt."""
+    """Compare plain and speculative decoding of one bundle, prompt by prompt or for clients."""
     from spec_runtime.bundle import manifest as bundles
     from spec_runtime.measure import provenance
     from spec_runtime.measure.prompts import read_prompts
@@ -102,6 +124,14 @@ def command(
         "system": system,
         "sampling": settings,
     }
+    if clients is not None or parallel is not None:
+        clients = clients or parallel or 1
+        together = parallel or min(clients, engine.most_parallel)
+        figures |= {"clients": clients, "parallel": together}
+        settings |= {"max_new_tokens": max_new_tokens}
+        figures["traffic"] = _serve(engines, chosen, clients, together, system, settings)
+        options.deliver(out, figures, lambda: Console().print(_traffic(figures)))
+        return
     results = _decode(engines, chosen, max_new_tokens, system, settings)
     parameters = {each.name: each.config.get("parameters", 0) for each in manifest.drafters}
     for spelled, result in results.items():
@@ -137,6 +167,59 @@ def _decode(
         )
     pairs = zip(engines, reports, strict=True)
     return {engine.drafter: bench.summarise(report) for engine, report in pairs}
+
+
+def _serve(
+    engines: "list[Engine]",
+    prompts: "list[BenchPrompt]",
+    clients: int,
+    parallel: int,
+    system: str | None,
+    sampling: "SamplingOptions",
+) -> list[dict[str, Any]]:
+    """Lets clients share the first turns of the prompts under a progress bar; returns the figures
+    of each way to answer them."""
+    from spec_runtime.measure import clients as measured
+
+    asked = [engines[0].encode(prompt.content, system=system) for prompt in prompts]
+    plain = engines[0].with_drafter("none")
+    ways = [(engine, n) for n in dict.fromkeys((1, parallel)) for engine in (plain, *engines)]
+    rows = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("answering", total=len(ways) * len(asked))
+        for engine, together in ways:
+            measured.run(engine, asked[:together], clients, together, {"max_new_tokens": 8})
+            traffic = measured.run(
+                engine, asked, clients, together, sampling, lambda: progress.advance(task)
+            )
+            rows.append({"drafter": engine.drafter, "together": together, **traffic.figures()})
+    return rows
+
+
+def _traffic(figures: dict[str, Any]) -> Table:
+    """Returns the table of many clients, a row for each way to answer them."""
+    rows = figures["traffic"]
+    table = Table(
+        title=f"{visible(figures['bundle'])} {figures['precision']}, {figures['threads']} threads, "
+        f"{figures['clients']} clients",
+        caption="tok/s: of all clients, prompts included; ms to the first token and between steps",
+        **COMPACT,
+    )
+    table.add_column("drafter", no_wrap=True)
+    waits = ("first\nmedian", "first\n95 %", "gap\nmedian", "gap\n99 %", "gap\nlongest")
+    for head in ("together", "tok/s", "ratio", *waits):
+        table.add_column(head, justify="right")
+    for row in rows:
+        first, gap = row["first_token"], row["gap"]
+        waited = (first["median"], first["p95"], gap["median"], gap["p99"], gap["longest"])
+        table.add_row(
+            visible(row["drafter"]),
+            str(row["together"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second'] / rows[0]['tokens_per_second']:.2f}",
+            *(f"{1000 * seconds:.0f}" for seconds in waited),
+        )
+    return table
 
 
 def contenders(

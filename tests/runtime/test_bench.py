@@ -12,9 +12,11 @@ from small import CONTEXT, toy_engine
 from spec_runtime import Engine, GenerationResult
 from spec_runtime.cli.bench import contenders
 from spec_runtime.measure import bench
+from spec_runtime.measure import clients as measured
 from spec_runtime.measure.audit import Divergence
 from spec_runtime.measure.bench import Pair, Turn
 from spec_runtime.measure.prompts import MT_BENCH, BenchPrompt, read_prompts
+from spec_runtime.sampling import SamplingOptions
 from spec_runtime.stats import Stats
 
 # ---- figures by hand ----
@@ -273,3 +275,28 @@ def test_how_drafters_are_spelled(
 def test_only_prompt_lookup_can_be_merged() -> None:
     with pytest.raises(ValueError, match=r"got drafter medusa\+hydra, expected a name, or a name"):
         contenders(["medusa+hydra"], None)
+
+
+# ---- clients at the same time ----
+
+
+@pytest.mark.parametrize(("clients", "parallel"), [(1, 1), (3, 1), (3, 2), (5, 3)])
+def test_clients_share_the_prompts(clients: int, parallel: int) -> None:
+    engine, answered = toy_engine("prompt_lookup"), []
+    prompts = [engine.encode(f"{'ab' * n} say") for n in range(1, 8)]
+    sampling: SamplingOptions = {"max_new_tokens": 20}
+    traffic = measured.run(engine, prompts, clients, parallel, sampling, lambda: answered.append(1))
+    expected = [engine.generate(prompt, **sampling).token_ids for prompt in prompts]
+    assert traffic.tokens == sum(map(len, expected))
+    assert len(answered) == len(traffic.firsts) == len(prompts)
+    assert engine.num_lanes == 0  # those that were opened are closed again
+    figures = traffic.figures()
+    assert figures["tokens_per_second"] == pytest.approx(traffic.tokens / traffic.seconds)
+    assert 0 < figures["gap"]["median"] <= figures["gap"]["p99"] <= figures["gap"]["longest"]
+
+
+def test_waits_are_summed_up_in_order() -> None:
+    traffic = measured.Traffic(10, 2.0, [3.0, 1.0, 2.0], [])
+    first = traffic.figures()["first_token"]
+    assert first == {"median": 2.0, "p95": 3.0, "p99": 3.0, "longest": 3.0}
+    assert set(traffic.figures()["gap"].values()) == {0.0}
