@@ -172,6 +172,7 @@ def _write_graphs(
         with report.stage(f"exporting {loaded.saved.name}"):
             info = _write_drafter(writer, loaded, models, traced, graphs["target"])
             infos.append(info)
+            graphs |= _write_draft_lanes(writer, loaded, info)
             if options.fuse and loaded.module.is_one_pass:
                 fused = writer.write_fused(info, graphs["target"])
                 graphs[bundles.fused_name(info.name)] = fused
@@ -206,11 +207,7 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
             add_banks=keep_target,
         )
     }
-    for num_lanes in options.lane_numbers:
-        lanes = writer.write_lanes(graphs["target"], num_lanes)
-        if lanes is None:  # the number changes nothing in that
-            break
-        graphs[bundles.lanes_name(num_lanes)] = lanes
+    graphs |= writer.write_lanes(graphs["target"])
     if options.device == "cuda":
         logits = next(value for value in traced.graph.outputs if value.name == "logits")
         model, file = sampling_graph(fixed_size(logits, 1)), "target/sampling.onnx"
@@ -263,6 +260,18 @@ def _write_drafter(
     return manifest.drafter_info(
         drafter, graphs, options.tree, writer.folder, num_parameters, precision
     )
+
+
+def _write_draft_lanes(
+    writer: GraphWriter, drafter: LoadedDrafter, info: bundles.DrafterInfo
+) -> dict[str, bundles.Graph]:
+    """Writes what runs a drafter's graphs for several lanes, where their rows are independent."""
+    graphs: dict[str, bundles.Graph] = {}
+    for role, graph in info.graphs.items():
+        is_for_cpu = graph.form == "slots" and not writer.options.is_for_gpu
+        if is_for_cpu and not drafter.module.mixes_rows:
+            graphs |= writer.write_lanes(graph, bundles.draft_name(info.name, role))
+    return graphs
 
 
 def _manifest(

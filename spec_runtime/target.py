@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from spec_runtime.backends import Backend, DeviceBackend, RowBackend, Rows, RowsReader
+from spec_runtime.backends import (
+    Backend,
+    DeviceBackend,
+    GraphRun,
+    RowBackend,
+    Rows,
+    RowsReader,
+)
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
@@ -363,9 +370,13 @@ class Asked(NamedTuple):
 
 
 class SharedPasses(Protocol):
-    """Runs one pass for several targets, see backends.lanes.LanePasses; at most `max_lanes`."""
+    """Runs one pass for several targets, see backends.lanes.LanePasses; at most `max_lanes`.
+
+    `run_drafts` runs what several drafters wait for.
+    """
 
     max_lanes: int
+    run_drafts: Callable[[Sequence[GraphRun]], None]
 
     def run(
         self,

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -20,12 +22,16 @@ from workshop import FluentWorkshop
 import spec_runtime
 from spec_export import drafters, make_bundle
 from spec_export.make_bundle import BuildOptions
+from spec_runtime.backends import GraphRun
+from spec_runtime.backends.joint_runs import JointRuns
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.options import CallOptions
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
 SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 5}]
+# Drafters whose graphs take the rows of one conversation only.
+BY_THEMSELVES = ("medusa", "amphista", "dflash")
 # Five calls on three lanes: two begin where others have ended.
 MANY = [*PROMPTS, "say abc, 3 say"]
 NUM_LANES = 3
@@ -58,6 +64,31 @@ def test_each_answer_is_the_one_it_gets_by_itself(
     assert [each.text for each in together] == [each.text for each in alone]
     if name in drafters.trainable():
         assert max(each.stats.accepted_length for each in together) > 1
+
+
+@pytest.mark.parametrize("name", drafters.trainable())
+def test_drafters_run_together_and_each_gets_its_own(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, names = set[int](), set[str]()
+    run_together = JointRuns._run_together
+
+    def compare(joint: JointRuns, runs: Sequence[GraphRun]) -> None:
+        run_together(joint, runs)
+        found = [{name: rows.copy() for name, rows in run.results.items()} for run in runs]
+        for run, got in zip(runs, found, strict=True):
+            run.run()  # writes the same rows again
+            assert [*got] == [*run.outputs]
+            for name, rows in run.results.items():
+                np.testing.assert_allclose(got[name], rows, rtol=1e-4, atol=1e-4, err_msg=name)
+        numbers.add(len(runs))
+        names.update(run.outputs if len(runs) > 1 else ())
+
+    monkeypatch.setattr(JointRuns, "_run_together", compare)
+    engine = spec_runtime.load(folder, name, threads=1)
+    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=30, ignore_eos=True)
+    assert max(numbers) == (1 if name in BY_THEMSELVES else NUM_LANES)
+    assert ("pair_log_probs" in names) == (name in ("parallelspec", "peagle", "pard"))
 
 
 def test_calls_of_all_kinds_join_and_leave_at_any_time(folder: Path) -> None:

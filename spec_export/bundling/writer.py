@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import onnx_ir as ir
 
@@ -73,15 +73,22 @@ class GraphWriter:
         graph = save_graph(model, form, self.folder, file, lenders)
         return replace(graph, attention=self.attention) if has_cache else graph
 
-    def write_lanes(self, target: Graph, num_lanes: int) -> Graph | None:
-        """Makes of the target's graph one for this many lanes, and saves it beside it, without
-        weights of its own; returns None if it cannot be made."""
-        model = to_lanes(ir.load(self.folder / target.file), num_lanes)
-        if model is None:
-            return None
-        file = f"target/{lanes_name(num_lanes)}.onnx"
-        graph = save_graph(model, "slots", self.folder, file, (target,))
-        return replace(graph, attention=target.attention)
+    def write_lanes(self, graph: Graph, name: str = "target") -> dict[str, Graph]:
+        """Makes of a graph with a cache those for several lanes, and saves them beside it, without
+        weights of their own; returns them by their names in the manifest.
+
+        There are none where the options ask for none, and where the graph cannot have them.
+        """
+        written: dict[str, Graph] = {}
+        for num_lanes in self.options.lane_numbers:
+            model = to_lanes(ir.load(self.folder / graph.file), num_lanes)
+            if model is None:  # the number changes nothing in that
+                break
+            own = lanes_name(num_lanes, name)
+            file = (PurePosixPath(graph.file).parent / f"{own}.onnx").as_posix()
+            lanes = save_graph(model, "slots", self.folder, file, (graph,))
+            written[own] = replace(lanes, attention=graph.attention)
+        return written
 
     def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
         """Makes the fused step of this drafter from the graphs written, and saves it.

@@ -120,6 +120,7 @@ class Drafter(FusedDrafter):
     """The trained part: fusion, layers and norm, and with a Markov head its two tables; see
     DrafterBase for what it borrows."""
 
+    mixes_rows = True  # by convolutions, and a selector reads the root's row
     config: Config
 
     def __init__(

@@ -193,6 +193,7 @@ class Pretrained:
 
     is_one_pass = False
     shares_target_cache = False
+    mixes_rows = False
     is_whole_model = True
     fusion = None
 

@@ -98,6 +98,7 @@ class DrafterBase(nn.Module):
     shares_target_cache says that it runs on the target's own layers and cache, so that
     `export_from_target(backbone)` takes the place of `export`. is_whole_model says that it is a
     language model by itself, whose largest activations row-wise int8 products do not survive.
+    mixes_rows says that rows of its graph read their neighbours other than by attention.
     fuses_taps says that its features are what `fusion`, which the target's graph runs, makes of
     taps. With a `shortlist_size` each step's losses through the frozen head read a `shortlist` of
     that many tokens, which `forward` draws, in place of the draft vocabulary.
@@ -106,6 +107,7 @@ class DrafterBase(nn.Module):
     is_one_pass: ClassVar[bool] = False
     shares_target_cache: ClassVar[bool] = False
     is_whole_model: ClassVar[bool] = False
+    mixes_rows: ClassVar[bool] = False
     fuses_taps: ClassVar[bool] = False
     fusion: Fusion | None
     draft_token_ids: Tensor

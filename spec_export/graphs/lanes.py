@@ -1,4 +1,5 @@
-"""Makes of a target's graph one that runs several conversations in one pass.
+"""Makes of a graph with a cache, a target's or a drafter's, one that runs several conversations in
+one pass.
 
 Each conversation has a lane: key/value caches, banks and a mask of its own. All products run once,
 over the rows of all lanes together.
@@ -10,7 +11,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, input_at, remove_dead
 from spec_runtime.backends.shapes import KV
-from spec_runtime.bundle.manifest import BANK, LANE_ROWS, lane_name
+from spec_runtime.bundle.manifest import BANK, LANE_LOGITS, LANE_ROWS, lane_name
 
 # What a lane has for itself, beside its caches.
 OWN = ("mask", "slots", "seqlens_k", "write_index", "src", "perm")
@@ -25,7 +26,7 @@ ATTENTIONS = ("GroupQueryAttention", "Attention")
 
 
 def to_lanes(model: ir.Model, num_lanes: int) -> ir.Model | None:
-    """Rewrites a target's graph for `num_lanes` lanes, in place, and returns it.
+    """Rewrites a graph with a cache for `num_lanes` lanes, in place, and returns it.
 
     Inputs and outputs that hold rows, such as `input_ids` i64[1, N] and `logits` f32[M, V], take
     the rows of the lanes one after another; the new input `lane_rows` i64[num_lanes] says how many
@@ -35,7 +36,10 @@ def to_lanes(model: ir.Model, num_lanes: int) -> ir.Model | None:
     contiguous form `write_index`, `src` and `perm` are once a lane, too.
 
     What is computed of a lane's own values, up to its attention, is computed for each lane;
-    everything else is shared. Returns None for a graph where lanes and rows meet in other ways.
+    everything else is shared. So is what a drafter computes of all its candidates, for outputs
+    without rows such as `pair_log_probs` f32[K - 1, C, C], which there are once a lane; the new
+    input `lane_logits` i64[num_lanes] then says how many of `logit_rows` are each lane's. Returns
+    None for a graph where lanes and rows meet in other ways.
     """
     return model if _Lanes(model, num_lanes).rewrite() else None
 
@@ -62,6 +66,8 @@ class _Lanes:
 
     def rewrite(self) -> bool:
         """Rewrites the graph; returns False if it cannot be."""
+        if not self._copy_tails():
+            return False
         for value in self._inputs:
             self._own[value] = self._inputs_of_lanes(value)
         for node in list(self.graph):
@@ -81,6 +87,39 @@ class _Lanes:
             assert not value.uses(), value
             self.graph.inputs.remove(value)
         self.graph.sort()
+        return True
+
+    def _copy_tails(self) -> bool:
+        """Makes what leads from the candidates to outputs without rows once a lane; returns False
+        if such an output follows from anything else."""
+        tails = [v for v in self.graph.outputs if not _is_cache(v) and not _has_rows(v)]
+        wanted, nodes, cuts = list(tails), set[ir.Node](), dict[ir.Value, None]()
+        while wanted:
+            value = wanted.pop()
+            node = value.producer()
+            if node is None:  # a feed
+                return False
+            if node.op_type == "TopK" and any(
+                v.is_graph_output() and _has_rows(v) for v in node.outputs
+            ):
+                cuts[value] = None
+            elif node not in nodes:
+                nodes.add(node)
+                wanted += [v for v in node.inputs if v in self._with_rows]
+        if not tails:
+            return True
+        sizes = self.edit.add_input(LANE_LOGITS, ir.DataType.INT64, [len(self.lanes)])
+        found: dict[ir.Value, list[ir.Value]] = {}
+        for node in [each for each in self.graph if each in nodes]:
+            for cut in [v for v in node.inputs if v in cuts and v not in found]:
+                found[cut] = self.edit.add(node, "Split", [cut, sizes], len(self.lanes), axis=0)
+            copies = [
+                self._clone(node, [found[v][k] if v in found else v for v in node.inputs], node)
+                for k in self.lanes
+            ]
+            for i, output in enumerate(node.outputs):
+                found[output] = [copy[i] for copy in copies]
+        self._own |= {value: found[value] for value in tails}
         return True
 
     def _inputs_of_lanes(self, value: ir.Value) -> list[ir.Value]:
@@ -174,6 +213,11 @@ class _Lanes:
         for i, output in enumerate(node.outputs):
             self._followed[output] = [copy[i] for copy in copies]
         return True
+
+
+def _has_rows(output: ir.Value) -> bool:
+    """Says whether the first axis of an output is that of rows."""
+    return output.shape is not None and not isinstance(output.shape[0], int)
 
 
 def _is_cache(value: ir.Value) -> bool:

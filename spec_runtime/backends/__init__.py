@@ -20,6 +20,7 @@ from spec_runtime.backends.base import (
     RowsReader,
     Runtime,
     run_at_once,
+    run_each,
 )
 from spec_runtime.bundle.manifest import SAMPLING, Bundle, Graph
 
@@ -40,6 +41,7 @@ __all__ = [
     "open_lanes",
     "open_sampling",
     "run_at_once",
+    "run_each",
 ]
 
 
@@ -84,5 +86,9 @@ def open_lanes(bundle: Bundle, runtime: Runtime) -> LanePasses | None:
         return None
     from spec_runtime.backends.lanes import LanePasses  # here: only this engine needs onnxruntime
 
-    opener = importlib.import_module(runtime.kind.module).open_lanes
-    return LanePasses(bundle, runtime, opener, open_sampling)
+    opener, run_drafts = importlib.import_module(runtime.kind.module).open_lanes, run_each
+    if runtime.device == "cpu":
+        from spec_runtime.backends.joint_runs import JointRuns
+
+        run_drafts = JointRuns(bundle, runtime).run
+    return LanePasses(bundle, runtime, opener, open_sampling, run_drafts)

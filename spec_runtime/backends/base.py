@@ -64,6 +64,12 @@ def run_at_once(runs: Generator[GraphRun, None, T]) -> T:
         return result
 
 
+def run_each(runs: Sequence[GraphRun]) -> None:
+    """Runs each of these by itself."""
+    for run in runs:
+        run.run()
+
+
 class Rows(Protocol):
     """An output [R, W] that stays on the device until its backend's next run.
 

@@ -52,7 +52,7 @@ class CpuBackend(OrtBackend, RowBackend):
         hashes: Mapping[Path, str] | None = None,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
-        self._graph = graph
+        self.graph = graph
         self._naming = NamingGraph(graph.file)
         self.copies = Copies()
         options = SessionOptions(threads or default_threads(), hashes=hashes or {})
@@ -110,7 +110,7 @@ class CpuBackend(OrtBackend, RowBackend):
         """
         key = outputs, id(self.buffers)
         if key not in self._bindings:
-            require_feeds(self._graph, feeds, outputs)
+            require_feeds(self.graph, feeds, outputs)
             if len(self._bindings) == MAX_BINDINGS:
                 self._bindings.clear()
             self._bindings[key] = bind_buffers(self.session, self.buffers)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, DeviceBackend, RowsReader, Runtime
+from spec_runtime.backends.base import Backend, DeviceBackend, GraphRun, RowsReader, Runtime
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.device_rows import DeviceRows
 from spec_runtime.backends.pad_rows import WIDTHS, PaddedRows, padded_sizes
@@ -46,6 +46,7 @@ class LanePasses:
 
     Where CUDA graphs are captured, all lanes' rows are padded to the same of a few widths, so that
     few shapes occur. A pass with a lane of more rows than the widest runs as it is.
+    `run_drafts` runs what several drafters wait for.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class LanePasses:
         runtime: Runtime,
         open_lanes: LanesOpener,
         open_sampling: Callable[[Bundle, Backend, Runtime], RowsReader | None],
+        run_drafts: Callable[[Sequence[GraphRun]], None],
     ) -> None:
+        self.run_drafts = run_drafts
         self._bundle, self._runtime = bundle, runtime
         self._open_lanes, self._open_sampling = open_lanes, open_sampling
         known = bundle.manifest.graphs

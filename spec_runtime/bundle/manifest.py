@@ -354,10 +354,12 @@ BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
 SAMPLING = "sampling"  # names the graph that finds the largest logits, on a device
 DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 # The most conversations that a pass takes together, where a bundle has graphs for that, and the
-# input of such a graph that says how many rows each has, see spec_export/graphs/lanes.py.
+# inputs of such a graph that say how many rows each has, and how many rows of logits, see
+# spec_export/graphs/lanes.py.
 MAX_LANES = 8
-LANE_ROWS = "lane_rows"
-# What begins the names of such graphs, and what stands before a lane's number in other names.
+LANE_ROWS, LANE_LOGITS = "lane_rows", "lane_logits"
+# What begins the names of the target's graphs for lanes, and what stands before a lane's number in
+# other names.
 LANES, LANE = "target-lanes", ".lane"
 
 
@@ -382,13 +384,19 @@ def fused_name(drafter: str) -> str:
     return f"{drafter}-fused"
 
 
-def lanes_name(num_lanes: int) -> str:
-    """Names the graph for this many lanes among the manifest's graphs."""
-    return f"{LANES}{num_lanes}"
+def lanes_name(num_lanes: int, graph: str = "target") -> str:
+    """Names the graph for this many lanes among the manifest's graphs: of the target, or of a
+    drafter's graph (see `draft_name`)."""
+    return f"{graph}-lanes{num_lanes}"
+
+
+def draft_name(drafter: str, role: str) -> str:
+    """Names a drafter's graph in the names of those for several lanes."""
+    return f"{drafter}-{role}"
 
 
 def lane_name(name: str, lane: int) -> str:
-    """Names what a lane has in place of an input, output or free axis of the target's graph."""
+    """Names what a lane has in place of an input, output or free axis of the graph for one."""
     return f"{name}{LANE}{lane}"
 
 

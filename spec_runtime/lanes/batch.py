@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from spec_runtime.backends import run_each
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.lanes.lane import Lane, Observe
@@ -23,7 +24,7 @@ from spec_runtime.target import PREFILL_ROWS, Asked, verify_together
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
 MIN_CHUNK = 8  # rows of a prompt in a pass, however slow that is
 CHUNK_WEIGHT = 1 / 8  # of the newest chunk in what a prompt's row takes
-MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks ride along
+LONGEST_GAP = 0.25  # seconds of a pass in which others decode, that prompts' chunks fill up
 
 Owner = Any
 MayGoOn = Callable[[Owner], bool]
@@ -46,20 +47,20 @@ class Batch:
     """Decodes up to `parallel` calls together, a pass for all of them.
 
     Lanes are opened when first used. Prompts are read in chunks that ride along with what others
-    decode, as many rows as a pass of `max_gap` seconds has room for; the prompt that came first
-    gets half of them. Where several decode, a RowBudget hands out the rows of their trees. One
+    decode, so that a pass takes about LONGEST_GAP seconds at most; the one that came first gets
+    half of the rows. Where several decode, a RowBudget hands out the rows of their trees. One
     thread uses it at a time.
 
     Raises UserError for less than one lane, or for several if the engine was not loaded from a
     bundle.
     """
 
-    def __init__(self, engine: Engine, parallel: int = 1, max_gap: float = MAX_GAP) -> None:
+    def __init__(self, engine: Engine, parallel: int = 1) -> None:
         if parallel < 1:
             raise UserError(f"got parallel {parallel}, expected 1 or more", param="parallel")
         if parallel > 1:
             engine.share_rows()
-        self._engine, self._max_gap = engine, max_gap
+        self._engine = engine
         self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
         self._budget = RowBudget()
@@ -82,11 +83,10 @@ class Batch:
         """Returns the free lane that has most of the prompt's rows, or None where the call has to
         wait: for a lane, or for another to read the same prompt, whose rows it can then copy."""
         free = [lane for lane in self._lanes if lane.is_free]
-        if not free or any(_share(lane, call) for lane in self._order):
-            return None
-        untaken = [lane for lane in free if not lane.is_taken]
-        if untaken or self._order:
-            free = untaken
+        if free and self._order:
+            free = [lane for lane in free if not lane.is_taken]
+            if self._engine.may_reuse(call) and any(_share(each, call) for each in self._order):
+                return None
         return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
 
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
@@ -115,9 +115,9 @@ class Batch:
         asking = [lane for lane in self._order if lane.gate is not None and lane.gate.asked]
         asking = [lane for lane in asking if lane in going]
         now = time.perf_counter()
-        if self._cycle_begun:
+        if len(asking) > 1 and self._cycle_begun:
             self._budget.add_cycle(num_tokens, now - self._cycle_begun)
-        self._cycle_begun = now if len(asking) > 1 else 0.0
+        self._cycle_begun = now
         passes = self._engine.passes
         most = 1 if passes is None else passes.max_lanes
         num_groups = -(-len(asking) // most)
@@ -166,7 +166,7 @@ class Batch:
         left = PREFILL_ROWS
         if len(reading) < len(lanes):  # others decode
             line = self._budget.line(len(lanes))
-            room = self._max_gap - float(line.seconds(len(lanes)))
+            room = LONGEST_GAP - float(line.seconds(len(lanes)))
             left = max(MIN_CHUNK, min(PREFILL_ROWS, int(room / self._row_seconds)))
         shares = _shares(left, [lane.num_unread for lane in reading])
         for lane in lanes:
@@ -183,15 +183,19 @@ class Batch:
         while moving:
             for lane in moving:
                 try:
-                    if lane.gate and lane.gate.drafting:
-                        lane.gate.drafting.run()
-                        lane.seconds += lane.gate.drafting.seconds
                     for chunk in lane.advance():
                         yield lane, chunk
                 except Exception as error:
                     lane.close()
                     yield lane, error
             moving = [lane for lane in moving if lane.gate and lane.gate.drafting]
+            try:
+                self._run_drafts(moving)
+            except Exception as error:
+                for lane in moving:
+                    lane.close()
+                    yield lane, error
+                moving = []
         num_lanes = len(self._order)
         for lane, before in judged:
             if before.last_only:
@@ -201,6 +205,15 @@ class Batch:
                 self._budget.add_host(lane.seconds, lane.gate.asked.tree.num_nodes > 1)
                 num_nodes = before.tree.num_nodes - 1
                 self._budget.judge(lane.gain, num_lanes, num_nodes, lane.num_accepted)
+
+    def _run_drafts(self, lanes: Sequence[Lane]) -> None:
+        """Runs what these lanes' drafters wait for."""
+        passes = self._engine.passes
+        begin = time.perf_counter()
+        runs = [lane.gate.drafting for lane in lanes if lane.gate and lane.gate.drafting]
+        (run_each if passes is None else passes.run_drafts)(runs)
+        for lane in lanes:
+            lane.seconds += (time.perf_counter() - begin) / len(lanes)
 
     def _run(self, lanes: Sequence[Lane]) -> None:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""
@@ -241,12 +254,10 @@ def _has_odds(asked: Asked) -> bool:
 
 
 def _share(lane: Lane, call: Call) -> bool:
-    """Says whether the lane reads a prompt that begins as the first half of this call's does, whose
-    rows the call may copy."""
+    """Says whether the lane reads a prompt that begins as the first half of this call's does."""
     length = max(MIN_SHARED, len(call.prompt) // 2)
     reads = lane.call.prompt if lane.is_reading and lane.call is not None else []
-    is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
-    return is_alike and lane.engine.may_reuse(call)
+    return length <= len(call.prompt) and reads[:length] == call.prompt[:length]
 
 
 def _least(num_common: int) -> int:
