@@ -322,16 +322,8 @@ def lanes(check: Check, found: Findings) -> None:
 
 
 def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> TableRow:
-    engine = spec_runtime.load(
-        opened.path,
-        name,
-        verify=False,
-        profile=False,
-        backend=BACKEND_FOR[check.device],
-        fused=False,
-    )
-    passes = backends.open_lanes(opened, backends.Runtime(BACKEND_FOR[check.device]))
-    num_lanes = 1 if passes is None else passes.max_lanes
+    engine = check.engine(opened, name)
+    num_lanes = 1 if engine.passes is None else engine.passes.max_lanes
     if num_lanes == 1:
         raise LeftOut("the bundle has no graphs for several lanes")
     prompts = check.prompts[: check.sizes.num_audited]
