@@ -51,9 +51,10 @@ class Line:
         error = min(seconds - float(self.seconds(rows)), self._level)
         self._variance += weight * (distance * distance - self._variance)
         self._slope += weight * error * distance / max(1.0, self._variance)
-        self._slope = max(0.0, self._slope)
         self._mean += weight * distance
         self._level += weight * self._slope * distance + max(LEVEL_WEIGHT, weight) * error
+        # a further row costs something, and no more than those that there are
+        self._slope = min(max(0.0, self._slope), self._level / self._mean)
 
     def seconds(self, rows: np.ndarray | int) -> np.ndarray:
         """Returns f64: what passes with so many rows take."""
@@ -113,7 +114,7 @@ class RowBudget:
 
     def line(self, num_lanes: int) -> Line:
         """Returns what passes with so many lanes take."""
-        return self._lines.setdefault(num_lanes, Line())
+        return self._lines.get(num_lanes, Line())
 
     def most_rows(self, num_lanes: int) -> int:
         """Returns how many nodes each of so many lanes may draft, the root among them."""
@@ -142,8 +143,11 @@ class RowBudget:
         return [1 + int((worth >= least).sum()) for worth in worths]
 
     def add(self, num_lanes: int, num_rows: int, seconds: float) -> None:
-        """Takes in what a pass over trees took."""
-        self.line(num_lanes).add(num_rows, seconds)
+        """Takes in what a pass over trees took; the first with so many lanes opens their graph."""
+        if num_lanes in self._lines:
+            self._lines[num_lanes].add(num_rows, seconds)
+        else:
+            self._lines[num_lanes] = Line()
 
     def add_cycle(self, num_tokens: int, seconds: float) -> None:
         """Takes in how many tokens all lanes committed from one pass to the next."""
@@ -171,13 +175,14 @@ class RowBudget:
     def judge(self, gain: Gain, num_lanes: int, num_nodes: int, num_accepted: int) -> None:
         """Takes in a lane's step with so many granted nodes.
 
-        The price of its draft is how many tokens all lanes commit in the time that it and the rows
-        of its nodes take.
+        The price of its draft is how many tokens all lanes would commit in the time that it and the
+        rows of its nodes take, as they do now or without drafts, whichever is more.
         """
-        line = self.line(num_lanes)
+        line, host = self.line(num_lanes), self._host_seconds
         rows = float(line.seconds(num_nodes) - line.seconds(0))
-        draft = max(0.0, self._host_seconds[True] - self._host_seconds[False])
-        price = self._rate * (draft + rows)
+        seconds = float(line.seconds(num_lanes)) + num_lanes * host[False]
+        rate = max(self._rate, num_lanes / seconds) if line.num_seen else self._rate
+        price = rate * (max(0.0, host[True] - host[False]) + rows)
         if not gain.is_resting:
             for means, value in ((self._prices, price), (self._gains, num_accepted)):
                 before = means.get(num_lanes, value)
