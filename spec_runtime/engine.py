@@ -490,8 +490,8 @@ class Engine:
         stream that nobody reads keeps the memory until it is closed or dropped. Engines on the same
         target (`with_drafter`) go on, and keep it. Closing twice is fine.
         """
+        self._parts = None  # first, so that no lane is opened again
         self.close_lanes()
-        self._parts = None
         calls = self._calls.copy()
         for call in calls:
             call.end()

@@ -49,7 +49,6 @@ def bundles(fluent: FluentWorkshop) -> Any:
             fluent.folder / "fused" / f"{name}-{precision}-{device}",
             name,
             precision=precision,
-            max_length=160,
             device=device,
             fuse=True,
         )

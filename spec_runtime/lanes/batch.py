@@ -24,7 +24,7 @@ from spec_runtime.target import PREFILL_ROWS, Asked, verify_together
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
 MIN_CHUNK = 8  # rows of a prompt in a pass, however slow that is
 CHUNK_WEIGHT = 1 / 8  # of the newest chunk in what a prompt's row takes
-LONGEST_GAP = 0.25  # seconds of a pass in which others decode, that prompts' chunks fill up
+MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks ride along
 
 Owner = Any
 MayGoOn = Callable[[Owner], bool]
@@ -47,20 +47,20 @@ class Batch:
     """Decodes up to `parallel` calls together, a pass for all of them.
 
     Lanes are opened when first used. Prompts are read in chunks that ride along with what others
-    decode, so that a pass takes about LONGEST_GAP seconds at most; the one that came first gets
-    half of the rows. Where several decode, a RowBudget hands out the rows of their trees. One
+    decode, as many rows as a pass of `max_gap` seconds has room for; the prompt that came first
+    gets half of them. Where several decode, a RowBudget hands out the rows of their trees. One
     thread uses it at a time.
 
     Raises UserError for less than one lane, or for several if the engine was not loaded from a
     bundle.
     """
 
-    def __init__(self, engine: Engine, parallel: int = 1) -> None:
+    def __init__(self, engine: Engine, parallel: int = 1, max_gap: float = MAX_GAP) -> None:
         if parallel < 1:
             raise UserError(f"got parallel {parallel}, expected 1 or more", param="parallel")
         if parallel > 1:
             engine.share_rows()
-        self._engine = engine
+        self._engine, self._max_gap = engine, max_gap
         self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
         self._budget = RowBudget()
@@ -83,10 +83,11 @@ class Batch:
         """Returns the free lane that has most of the prompt's rows, or None where the call has to
         wait: for a lane, or for another to read the same prompt, whose rows it can then copy."""
         free = [lane for lane in self._lanes if lane.is_free]
-        if free and self._order:
-            free = [lane for lane in free if not lane.is_taken]
-            if self._engine.may_reuse(call) and any(_share(each, call) for each in self._order):
-                return None
+        if not free or any(_share(lane, call) for lane in self._order):
+            return None
+        untaken = [lane for lane in free if not lane.is_taken]
+        if untaken or self._order:
+            free = untaken
         return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
 
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
@@ -115,9 +116,9 @@ class Batch:
         asking = [lane for lane in self._order if lane.gate is not None and lane.gate.asked]
         asking = [lane for lane in asking if lane in going]
         now = time.perf_counter()
-        if len(asking) > 1 and self._cycle_begun:
+        if self._cycle_begun:
             self._budget.add_cycle(num_tokens, now - self._cycle_begun)
-        self._cycle_begun = now
+        self._cycle_begun = now if len(asking) > 1 else 0.0
         passes = self._engine.passes
         most = 1 if passes is None else passes.max_lanes
         num_groups = -(-len(asking) // most)
@@ -166,7 +167,7 @@ class Batch:
         left = PREFILL_ROWS
         if len(reading) < len(lanes):  # others decode
             line = self._budget.line(len(lanes))
-            room = LONGEST_GAP - float(line.seconds(len(lanes)))
+            room = self._max_gap - float(line.seconds(len(lanes)))
             left = max(MIN_CHUNK, min(PREFILL_ROWS, int(room / self._row_seconds)))
         shares = _shares(left, [lane.num_unread for lane in reading])
         for lane in lanes:
@@ -254,10 +255,12 @@ def _has_odds(asked: Asked) -> bool:
 
 
 def _share(lane: Lane, call: Call) -> bool:
-    """Says whether the lane reads a prompt that begins as the first half of this call's does."""
+    """Says whether the lane reads a prompt that begins as the first half of this call's does, whose
+    rows the call may copy."""
     length = max(MIN_SHARED, len(call.prompt) // 2)
     reads = lane.call.prompt if lane.is_reading and lane.call is not None else []
-    return length <= len(call.prompt) and reads[:length] == call.prompt[:length]
+    is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
+    return is_alike and lane.engine.may_reuse(call)
 
 
 def _least(num_common: int) -> int:

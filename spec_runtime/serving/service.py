@@ -45,7 +45,8 @@ class Service:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.started = int(time.time())
-        self.batch = Batch(engine, settings.parallel or engine.most_parallel)
+        parallel = settings.parallel or engine.most_parallel
+        self.batch = Batch(engine, parallel, settings.max_gap)
         self.batch.on_pass = self.metrics.count_pass
         self.admission = Admission(
             settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel

@@ -32,6 +32,9 @@ class ServerLimits(Checked):
             unset="8 on the CPU, if there is memory; else 1",
         ),
     ] = None
+    max_gap: Annotated[
+        float, Gt(0), Option("Seconds that streams may pause while prompts of others are read")
+    ] = 0.25
     max_waiting: Annotated[int, Ge(0), Option("Requests that wait; more get 429")] = 32
     max_streams: Annotated[int, Ge(1), Option("Streams open at a time; more get 429")] = 64
     max_body: Annotated[int, Ge(1), Option("Bytes of a request; larger ones get 413")] = 1 << 20

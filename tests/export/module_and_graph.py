@@ -31,10 +31,12 @@ def guesses_of(
     folder: Path,
     num_levels: int = 1,
     tap_TF: Tensor | None = None,
+    fuses: bool = False,
 ) -> Iterator[Guesses]:
     """Yields twice what a drafter guesses behind each pair of a text: of the module, which reads
     transformers' features, and of its graph, which reads those of the target's graph, both in fp32.
-    With taps given, f32[T, F], both read these.
+    With taps given, f32[T, F], both read these. With `fuses` the target's graph also fuses them,
+    which makes it a graph of its own for each kind of fusion, and takes seconds to trace.
 
     Guesses are token ids i64[R, K, Vd] and log-probabilities f32 of the whole draft vocabulary, and
     pairs f32[R, K-1, Vd, Vd] or None. A drafter that goes on level by level does so along the
@@ -50,16 +52,22 @@ def guesses_of(
         ids, log_probs, pairs = module.guesses_with_pairs(batch, V)
     yield ids[0], log_probs[0], None if pairs is None else pairs[0]
     module.config = replace(module.config, top_k=V)
-    backbone, read = Backbone.from_transformers(hf_model), "features"
-    if module.fusion is not None:
+    backbone = Backbone.from_transformers(hf_model, range(hf_model.config.num_hidden_layers + 1))
+    if fuses:
         backbone.add_fusion("drafter", module.fusion)
-        read = "fused.drafter"
     if tap_TF is None:
         target = Runner(to_slots(trace.export_backbone(backbone)), folder / "target")
-        feature_TD = target.step(token_T.numpy(), chain(len(token_T)), [read])[read]
+        tap_names = [f"taps.{i}" for i in module.config.taps]
+        names = (
+            ["fused.drafter"] if fuses else tap_names if module.fusion is not None else ["features"]
+        )
+        read = target.step(token_T.numpy(), chain(len(token_T)), names)
+        parts = [torch.from_numpy(read[name]) for name in names]
     else:
-        with torch.no_grad():
-            feature_TD = module.fusion(tap_TF.chunk(len(module.config.taps), -1)).numpy()
+        parts = list(tap_TF.chunk(len(module.config.taps), -1))
+    with torch.no_grad():
+        is_whole = fuses or module.fusion is None
+        feature_TD = (parts[0] if is_whole else module.fusion(parts)).numpy()
     model = module.export(backbone.config)["drafter"]
     yield _graph_guesses(module, model, token_T.numpy(), feature_TD, folder / "drafter", num_levels)
 

@@ -240,7 +240,9 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
         fused = published.fused([tap[0] for tap in taps])
         rows = [published.levels(fused[: t + 1], token_T.tolist(), 3) for t in range(8)]
         expected_RKV = torch.stack([torch.stack([published.log_q(x) for x in row]) for row in rows])
-    for ids, log_probs, _ in guesses_of(module, hf_model, token_T, tmp_path / "graphs", 3):
+    for ids, log_probs, _ in guesses_of(
+        module, hf_model, token_T, tmp_path / "graphs", 3, fuses=name == "speculators"
+    ):
         require_near(ids[:8, :3], log_probs[:8, :3], expected_RKV)
 
 
@@ -296,17 +298,6 @@ def test_a_drafter_with_masks_guesses_as_published(llama: Path, tmp_path: Path) 
         require_near(ids, log_probs, expected_RKV)
 
 
-def test_an_imported_drafter_with_masks_changes_no_token(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The build imports and measures it itself, beside an int8 target."""
-    monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
-    folder, _ = write_peagle(tmp_path / "x", llama)
-    out = tmp_path / "bundle"
-    options: Any = {"model": str(llama), "drafter_checkpoints": [folder], "precision": "int8"}
-    require_lossless(make_bundle.build(BuildOptions(out=out, **options)), ["peagle"])
-
-
 PEAGLE_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no masks": ({}, {"mask_hidden": None}, "'peagle' without weights mask_hidden, expected"),
     "masks of other taps": (
@@ -348,21 +339,18 @@ def test_rows_of_pairs_have_no_alignment(llama: Path, tmp_path: Path) -> None:
         run(str(folder), str(llama), tmp_path / "out", Overrides(alignment="anchor"))
 
 
-def test_an_imported_drafter_changes_no_token(
+def test_imported_drafters_change_no_token(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build imports it itself, beside an int8 target."""
+    """The build imports and measures them itself, beside an int8 target."""
     monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
-    folder, _ = write_format(tmp_path, "speculators", llama)
-    bundle = make_bundle.build(
-        BuildOptions(
-            model=str(llama),
-            drafter_checkpoints=[folder],
-            precision="int8",
-            out=tmp_path / "bundle",
-        )
-    )
-    require_lossless(bundle, ["eagle3"])
+    folders = [
+        write_format(tmp_path, "speculators", llama)[0],
+        write_peagle(tmp_path / "x", llama)[0],
+    ]
+    options: Any = {"model": str(llama), "drafter_checkpoints": folders, "precision": "int8"}
+    bundle = make_bundle.build(BuildOptions(out=tmp_path / "bundle", **options))
+    require_lossless(bundle, ["eagle3", "peagle"])
 
 
 def test_a_wrong_tap_is_found_and_named(

@@ -16,7 +16,7 @@ from small import toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, UserError
-from spec_runtime.lanes.batch import MIN_SHARED, Batch, Pass, _shares
+from spec_runtime.lanes.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.lanes.row_budget import (
     EXPLORING,
     FIRST_REST,
@@ -29,6 +29,7 @@ from spec_runtime.lanes.row_budget import (
 from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sessions.async_engine import MAX_UNREAD
 from spec_runtime.sessions.engine_queue import Job
+from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
@@ -195,8 +196,8 @@ def test_a_lane_whose_target_others_use_is_left_to_them() -> None:
     thread.start()
     assert held.wait(PATIENCE)
     batch = Batch(engine, 3)
-    first = batch.lane_for(engine.prepare(PROMPTS[0]))
-    assert first is not None
+    assert batch.lane_for(engine.prepare(PROMPTS[0])) is batch._lanes[1]
+    assert Batch(engine).lane_for(engine.prepare(PROMPTS[0])) is not None  # which will wait
     done.set()
     thread.join()
     calls = [engine.prepare(prompt, max_new_tokens=5) for prompt in PROMPTS]
@@ -394,3 +395,21 @@ def test_prompts_are_shared_from_a_least_length_on() -> None:
     head = random_prompt(1, length=MIN_SHARED - 2)
     calls = [engine.prepare([*head, k], max_new_tokens=4) for k in (3, 4)]
     assert [r.usage.reused_tokens for r in results_of(Batch(engine, 2), calls)] == [0, 0]
+
+
+@pytest.mark.parametrize(("max_gap", "is_short"), [(1e-9, True), (9.0, False)])
+def test_prompts_beside_others_fill_up_what_a_pass_may_take(max_gap: float, is_short: bool) -> None:
+    engine = keeping("none", kept_bytes=0)
+    batch, passes = Batch(engine, 2, max_gap), list[Pass]()
+    batch.on_pass = passes.append
+    calls = [
+        engine.prepare([5, 6, 7], max_new_tokens=60, ignore_eos=True),
+        engine.prepare(random_prompt(1, length=400), max_new_tokens=2),
+    ]
+    results_of(batch, calls)
+    chunks = [each.prompt_rows for each in passes if each.prompt_rows]
+    assert chunks[:2] == [3, PREFILL_ROWS - 3]  # nobody decodes yet
+    left = 400 - chunks[1]
+    assert chunks[2:] == (
+        [MIN_CHUNK] * (left // MIN_CHUNK) + [left % MIN_CHUNK] if is_short else [left]
+    )

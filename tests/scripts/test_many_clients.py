@@ -211,12 +211,12 @@ def test_the_command_measures_ours_and_names_who_fails(
     paths |= {"--model": workshop.llama(), "--work": tmp_path / "w"}
     words = [str(word) for pair in paths.items() for word in pair]
     words += ["--clients", "1", "3", "--long-limit", "0", "--rounds", "2", "--threads", "1"]
-    words += ["--max-new-tokens", "6", "--parallel", "1"]
+    words += ["--max-new-tokens", "6", "--parallel", "2"]
     many_clients.main(words)
     found = json.loads(out.read_text())
     assert found["precision"] == "fp32"
     rows = {(each["contender"], each["clients"]): each for each in found["rows"]}
-    names = [crowd.BEFORE, "There, plain"]
+    names = [*NAMES[:3], "There, plain"]
     assert list(rows) == [(name, clients) for name in names for clients in (1, 3)]
     for (name, clients), each in rows.items():
         answers = 2 * max(2, 2 * clients)
@@ -226,7 +226,7 @@ def test_the_command_measures_ours_and_names_who_fails(
     assert [each["reason"] for each in found["failed"]] == ["no such package"]
     assert found["versions"]["There, plain"] == "0.1"
     assert "not measured: Gone, fp32: no such package" in capsys.readouterr().out
-    assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 1 + 2 * 2 * 2
+    assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 1 + 2 * 2 * 4
 
     monkeypatch.setattr("tools.measure.compare_rivals.Worker", None)  # what is over stays closed
     many_clients.main(words)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spec_runtime import Engine, GenerationResult
-from tools.ci import soak
+from spec_runtime.sessions.async_engine import AsyncEngine
+from tools.ci import soak, soak_batch
 
 if TYPE_CHECKING:
     from workshop import FluentWorkshop
@@ -49,6 +50,37 @@ def test_the_soak_notices_a_wrong_answer(
     monkeypatch.setattr(Engine, "generate", spoilt)
     findings, _ = soak.soak(fluent.bundle("medusa"), seconds=3, seed=0, workers=1)
     assert any("parts at token 0" in failure for failure in findings.failures)
+
+
+@pytest.mark.slow
+def test_mixed_requests_of_one_batch_get_the_answers_of_each_alone(
+    fluent: FluentWorkshop, tmp_path: Path
+) -> None:
+    out = tmp_path / "soak.json"
+    words = ["--bundle", str(fluent.bundle("medusa")), "--json", str(out), "--parallel", "3"]
+    assert soak_batch.main([*words, "--answers", "80"]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["failures"] == []
+    assert (figures["differ"], figures["answers"] >= 80) == (0, True)
+    assert figures["outcomes"]["equal"] + len(figures["near_ties"]) >= 80
+    assert {"whole", "stream", "closed early", "cancelled"} <= set(figures["by_kind"])
+    assert 0 < figures["gap_ms"]["median"] <= figures["gap_ms"]["longest"]
+
+
+@pytest.mark.slow
+def test_the_soak_of_a_batch_notices_another_answer(
+    fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = AsyncEngine.generate
+
+    async def spoilt(self: AsyncEngine, *arguments: Any, **options: Any) -> GenerationResult:
+        result = await generate(self, *arguments, **options)
+        return dataclasses.replace(result, token_ids=[3, *result.token_ids])
+
+    monkeypatch.setattr(AsyncEngine, "generate", spoilt)
+    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=3)
+    assert len(found.parted) > len(ties)
+    assert any("parts at token 0" in failure for failure in found.findings.failures)
 
 
 @pytest.mark.parametrize(

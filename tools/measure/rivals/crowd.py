@@ -49,12 +49,12 @@ def rivals(precision: str) -> list[Rival]:
 
 
 def ours(bundle: Path, precision: str, options: Options, parallel: int) -> list[Contender]:
-    """Returns our contenders: one call at a time and, unless `parallel` is 1, so many at a time,
-    with and without drafting."""
-    lanes = {"parallel": parallel}
-    modes: dict[str, tuple[str | None, dict[str, int]]] = {ALONE: (None, {})}
-    if parallel > 1:
-        modes |= {LANES: (None, lanes), f"{LANES}, {PLAIN}": ("none", lanes)}
+    """Returns our contenders: one call at a time, `parallel` at a time, and without drafting."""
+    modes = {
+        ALONE: (None, 1),
+        LANES: (None, parallel),
+        f"{LANES}, {PLAIN}": ("none", parallel),
+    }
     settings = {
         **field.common(options),
         "model": str(bundle.absolute()),
@@ -69,9 +69,9 @@ def ours(bundle: Path, precision: str, options: Options, parallel: int) -> list[
             mode,
             field.OUR_WEIGHTS[precision],
             command,
-            {**settings, "drafter": drafter, "async_engine": arguments},
+            {**settings, "drafter": drafter, "parallel": at_once},
         )
-        for mode, (drafter, arguments) in modes.items()
+        for mode, (drafter, at_once) in modes.items()
     ]
 
 
