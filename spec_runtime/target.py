@@ -378,6 +378,8 @@ class SharedPasses(Protocol):
     max_lanes: int
     run_drafts: Callable[[Sequence[GraphRun]], None]
 
+    def open(self, lane: Backend, most: int) -> None: ...
+
     def run(
         self,
         lanes: Sequence[Backend],

@@ -3,6 +3,7 @@ graph."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -68,6 +69,13 @@ class LanePasses:
         self.max_lanes = max(self._graphs, default=1)
         self._opened: dict[int, tuple[OrtBackend, RowsReader | None]] = {}
         self._joined: dict[tuple[int, ...], JoinedLanes] = {}
+        self._opening = threading.Lock()
+
+    def open(self, lane: Backend, most: int) -> None:
+        """Opens the graphs for up to `most` lanes, from any thread, so that no pass has to; any
+        lane's buffers will do until they are used."""
+        for num_lanes in range(2, min(most, self.max_lanes) + 1):
+            self._open(num_lanes, lane.capacity, self._join([as_lender(lane)] * num_lanes))
 
     def run(
         self, lanes: Sequence[Backend], feeds: Sequence[Feeds], outputs: Sequence[str]
@@ -83,6 +91,7 @@ class LanePasses:
         joined = self._join([as_lender(lanes[k]) for k in order])
         capacity = lanes[0].capacity
         backend, sampling = self._open(len(lanes), capacity, joined)
+        backend.borrow(joined.buffers)
         for lane in lanes:
             as_lender(lane).copies.settle()  # each has its own stream
         wider = self._wider(feeds, capacity)
@@ -118,14 +127,13 @@ class LanePasses:
     ) -> tuple[OrtBackend, RowsReader | None]:
         """Returns the graph for so many lanes, on these lanes' buffers, and what reads its
         logits."""
-        if num_lanes not in self._opened:
-            bundle, runtime = self._bundle, self._runtime
-            graph = self._graphs[num_lanes]
-            backend: Any = self._open_lanes(bundle, graph, capacity, runtime, joined)
-            self._opened[num_lanes] = backend, self._open_sampling(bundle, backend, runtime)
-        backend, sampling = self._opened[num_lanes]
-        backend.borrow(joined.buffers)
-        return backend, sampling
+        with self._opening:
+            if num_lanes not in self._opened:
+                bundle, runtime = self._bundle, self._runtime
+                graph = self._graphs[num_lanes]
+                backend: Any = self._open_lanes(bundle, graph, capacity, runtime, joined)
+                self._opened[num_lanes] = backend, self._open_sampling(bundle, backend, runtime)
+            return self._opened[num_lanes]
 
     def _wider(self, feeds: Sequence[Feeds], capacity: int) -> dict[str, int]:
         """Returns the sizes that the lanes' axes are padded and cut to; none on the CPU."""

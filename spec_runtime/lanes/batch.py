@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class Batch:
         if parallel > 1:
             engine.share_rows()
         self._engine, self._max_gap = engine, max_gap
+        self._passes = engine.passes if parallel > 1 else None
         self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
         self._budget = RowBudget()
@@ -78,6 +79,13 @@ class Batch:
     def num_active(self) -> int:
         """Counts the lanes that answer a call."""
         return len(self._order)
+
+    def open_passes(self) -> None:
+        """Opens the graphs of shared passes, from any thread, so that no call waits for that. What
+        goes wrong is left to the pass that needs them."""
+        if self._passes is not None:
+            with suppress(Exception):
+                self._passes.open(self._engine.target.lend()[0], self.parallel)
 
     def lane_for(self, call: Call) -> Lane | None:
         """Returns the free lane that has most of the prompt's rows, or None where the call has to
@@ -119,8 +127,7 @@ class Batch:
         if self._cycle_begun:
             self._budget.add_cycle(num_tokens, now - self._cycle_begun)
         self._cycle_begun = now if len(asking) > 1 else 0.0
-        passes = self._engine.passes
-        most = 1 if passes is None else passes.max_lanes
+        most = 1 if self._passes is None else self._passes.max_lanes
         num_groups = -(-len(asking) // most)
         for group in range(num_groups):
             lanes = asking[group::num_groups]
@@ -209,10 +216,9 @@ class Batch:
 
     def _run_drafts(self, lanes: Sequence[Lane]) -> None:
         """Runs what these lanes' drafters wait for."""
-        passes = self._engine.passes
         begin = time.perf_counter()
         runs = [lane.gate.drafting for lane in lanes if lane.gate and lane.gate.drafting]
-        (run_each if passes is None else passes.run_drafts)(runs)
+        (run_each if self._passes is None else self._passes.run_drafts)(runs)
         for lane in lanes:
             lane.seconds += (time.perf_counter() - begin) / len(lanes)
 
@@ -232,7 +238,7 @@ class Batch:
                 gates[k].asked = asked[k] = asked[k]._replace(tree=asked[k].tree.first(size))
         begin = time.perf_counter()
         targets = [lane.engine.target for lane in lanes]
-        found = verify_together(self._engine.passes, targets, asked)
+        found = verify_together(self._passes, targets, asked)
         seconds = time.perf_counter() - begin
         for gate, verified in zip(gates, found, strict=True):
             gate.verified = verified

@@ -25,7 +25,9 @@ WEIGHT = 1 / 16  # of the newest step in the other averages
 TRUST_WEIGHT = 1 / 64  # of the newest pass in what a probability is worth
 LARGEST_TRUST = 2.0  # the smallest is its inverse
 PROBE_STEPS = 4  # drafts after a rest before they are judged
-FIRST_REST, LONGEST_REST = 16, 256  # steps without a draft; each rest after a failed probe doubles
+MARGIN = 1.25  # what a draft has to be worth, over its price, whose parts are known roughly
+FIRST_REST, LONGEST_REST = 32, 256  # steps without a draft; each rest after a failed probe doubles
+TRIAL = 16  # of so many calls one drafts, whatever became of others' drafts
 SHARED_ROWS = 32  # of all trees that lanes draft for one pass
 
 
@@ -90,14 +92,14 @@ class Gain:
         self._probe = max(0, self._probe - 1)
         self.judge(price)
 
-    def judge(self, price: float) -> None:
-        """Begins a rest if drafting does not pay at this price."""
+    def judge(self, price: float, rest: int = 0) -> None:
+        """Begins a rest, of at least so many steps, if drafting does not pay at this price."""
         if self._probe or self._tokens is None:
             return
-        if self._tokens >= price:
+        if self._tokens >= MARGIN * price:
             self._next_rest = FIRST_REST
         else:
-            self._rest, self._tokens = self._next_rest, None
+            self._rest, self._tokens = max(rest, self._next_rest), None
             self._next_rest = min(2 * self._next_rest, LONGEST_REST)
 
 
@@ -108,6 +110,7 @@ class RowBudget:
         self._lines: dict[int, Line] = {}  # by number of lanes
         self._expected = self._accepted = 1.0  # of granted nodes, a pass
         self._rate = 0.0  # tokens a second
+        self._num_begun = 0  # calls
         self._prices: dict[int, float] = {}  # of a draft, by number of lanes
         self._gains: dict[int, float] = {}  # the drafted tokens that it had accepted
         self._host_seconds = {False: 0.0003, True: 0.001}  # of a lane's step, with a draft: True
@@ -167,9 +170,11 @@ class RowBudget:
             self._accepted += TRUST_WEIGHT * (num_accepted - self._accepted)
 
     def new_gain(self, num_lanes: int) -> Gain:
-        """Returns what judges the drafts of a call that begins beside others."""
-        gain = Gain(self._gains.get(num_lanes))
-        gain.judge(self._prices.get(num_lanes, 0.0))
+        """Returns what judges the drafts of a call that begins beside others. Where drafts did not
+        pay lately, it rests for long, but for one call of TRIAL."""
+        self._num_begun += 1
+        gain = Gain(None if self._num_begun % TRIAL == 0 else self._gains.get(num_lanes))
+        gain.judge(self._prices.get(num_lanes, 0.0), LONGEST_REST)
         return gain
 
     def judge(self, gain: Gain, num_lanes: int, num_nodes: int, num_accepted: int) -> None:
