@@ -305,8 +305,8 @@ class Engine:
     @property
     def most_parallel(self) -> int:
         """Returns how many calls are best decoded together: as many as share a pass, if half of the
-        memory that is free holds their caches."""
-        if self.passes is None:
+        memory that is free holds their caches; 1 where a fused step answers."""
+        if self.passes is None or self.fused is not None:
             return 1
         room = available_bytes() // 2 // max(1, self.lane_bytes)
         return max(1, min(self.passes.max_lanes, 1 + room))

@@ -29,7 +29,7 @@ class ServerLimits(Checked):
         Ge(1),
         Option(
             "Answers decoded together, each with caches of its own",
-            unset="8 on the CPU, if there is memory; else 1",
+            unset="8 where they share passes and there is memory; else 1",
         ),
     ] = None
     max_gap: Annotated[
