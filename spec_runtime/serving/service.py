@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -53,8 +52,7 @@ class Service:
             settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel
         )
         self.queue = EngineQueue(self.batch, self.admission)
-        self._opener = threading.Thread(target=self.batch.open_passes, name="spec_runtime.open")
-        self._opener.start()
+        self.queue.open_passes()
 
     @property
     def is_ready(self) -> bool:
@@ -68,7 +66,6 @@ class Service:
     async def close(self) -> None:
         """Ends all requests, and closes the engine."""
         await self.queue.close()
-        await asyncio.to_thread(self._opener.join)
         await asyncio.to_thread(self.engine.close)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:

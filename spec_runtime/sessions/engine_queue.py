@@ -47,6 +47,7 @@ class EngineQueue:
         self._num_asked = 0
         self._is_closed = self._is_answering = False
         self._changed = threading.Event()  # a call that waited may go on, or one can begin
+        self._opener: threading.Thread | None = None
         self._step_begun: float | None = None
         self.preparing_since: float | None = None
 
@@ -91,6 +92,14 @@ class EngineQueue:
             self._jobs.add(job)
         return job
 
+    def open_passes(self) -> None:
+        """Lets a thread open the graphs that lanes share, before they are needed; done once. It is
+        done anyway when two calls meet."""
+        if self._opener is None:
+            opening = self._batch.open_passes
+            self._opener = threading.Thread(target=opening, name="spec_runtime.open")
+            self._opener.start()
+
     def answer(self, job: Job) -> None:
         """Takes a prepared job, whose calls begin when their turn comes."""
         with self._lock:
@@ -116,6 +125,8 @@ class EngineQueue:
                     if not self._batch.num_active and not self._prepared:
                         self._is_answering = False
                         return
+                if self._batch.num_active > 1:
+                    self.open_passes()
                 self._step_begun = time.monotonic()
                 for (job, number), found in self._batch.turn(_may_go_on):
                     job.take(number, found)
@@ -175,6 +186,8 @@ class EngineQueue:
         for job in jobs:
             await asyncio.to_thread(job.wait_until_compiled)
         await asyncio.to_thread(self._runner.shutdown)
+        if self._opener is not None:
+            await asyncio.to_thread(self._opener.join)
 
 
 def _may_go_on(owner: tuple[Job, int]) -> bool:
