@@ -358,9 +358,8 @@ DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 # spec_export/graphs/lanes.py.
 MAX_LANES = 8
 LANE_ROWS, LANE_LOGITS = "lane_rows", "lane_logits"
-# What begins the names of the target's graphs for lanes, and what stands before a lane's number in
-# other names.
-LANES, LANE = "target-lanes", ".lane"
+# What stands before the number of lanes in the name of a graph, and before a lane's own in others.
+LANES, LANE = "-lanes", ".lane"
 
 
 def is_feature(output: str) -> bool:
@@ -387,7 +386,13 @@ def fused_name(drafter: str) -> str:
 def lanes_name(num_lanes: int, graph: str = "target") -> str:
     """Names the graph for this many lanes among the manifest's graphs: of the target, or of a
     drafter's graph (see `draft_name`)."""
-    return f"{graph}-lanes{num_lanes}"
+    return f"{graph}{LANES}{num_lanes}"
+
+
+def num_lanes_of(graph: str) -> int | None:
+    """Returns for how many lanes the graph of this name is; None for another graph."""
+    number = graph.rpartition(LANES)[2]
+    return int(number) if number != graph and number.isdecimal() else None
 
 
 def draft_name(drafter: str, role: str) -> str:

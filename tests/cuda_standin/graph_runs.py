@@ -130,13 +130,13 @@ class GraphRuns:
     def run_lanes(self) -> None:
         """Runs a pass for each number of lanes that there is a graph for."""
         for name in self._bundle.manifest.graphs:
-            if not name.startswith(bundles.LANES):
-                continue
+            num_lanes = bundles.num_lanes_of(name)
+            if num_lanes is None or name != bundles.lanes_name(num_lanes):
+                continue  # the target's only
             with self._finding(name) as finding:
                 mark(name, OPEN)
                 passes = backends.open_lanes(self._bundle, self._runtime)
                 assert passes is not None, "no passes"
-                num_lanes = int(name.removeprefix(bundles.LANES))
                 targets = [self._open_target() for _ in range(num_lanes)]
                 for target in targets:
                     target.prefill(range(24))

@@ -162,7 +162,7 @@ def test_every_level_guesses_as_pytorch_does(
     expand, seen = proposer._expand, []
 
     def recorded(nodes: TreeBuilder, first: int) -> Any:
-        ids, values = expand(nodes, first)
+        ids, values = yield from expand(nodes, first)
         tree = nodes.build()
         for node, row in enumerate(values.copy(), first):
             path = tree.token_N[tree.path(node)].tolist()

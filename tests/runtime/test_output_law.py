@@ -50,7 +50,8 @@ class Toy(WithoutRuns):
         self.kind = kind  # by levels | one pass | pairs
         self._candidates = functools.cache(self._best_guesses)
         self.text: list[int] = []
-        self.tree: TokenTree | None = None
+        self.tree = TokenTree.root(0)  # last verified
+        self.is_prompt = False
 
     @property
     def length(self) -> int:
@@ -62,8 +63,7 @@ class Toy(WithoutRuns):
     def verify(self, tree: TokenTree, features: bool, last_only: bool) -> Toy:
         if last_only:  # the whole prompt
             self.text = []
-        self.tree = None if last_only else tree
-        self.chunk = tree
+        self.tree, self.is_prompt = tree, last_only
         return self
 
     def best(self, node: int) -> None:
@@ -71,13 +71,13 @@ class Toy(WithoutRuns):
 
     def row(self, node: int) -> np.ndarray:
         tokens = self.text
-        if self.tree is not None:
+        if not self.is_prompt:
             tokens = [*tokens[-1:], *self.tree.token_N[self.tree.path(node)].tolist()]
         return self.logits_VVV[tokens[-2], tokens[-1]]
 
     def commit(self, kept: Any) -> None:
         if isinstance(kept, list | range):  # the target's; the drafter's is a step
-            self.text += self.chunk.token_N[kept].tolist()
+            self.text += self.tree.token_N[kept].tolist()
 
     def start(self, prompt: Sequence[int], features_TF: None, reused: int) -> None:
         pass
@@ -117,7 +117,6 @@ def tokens_of(
 ) -> list[int]:
     tokens: list[int] = []
     target: Any = toy
-    toy.tree = None
     ending = Ending(num_tokens + 2)
     run = generate.Generation(target, target, budget, PROMPT, params, ending, Stats())
     for step in generate.generate(run):

@@ -167,7 +167,7 @@ def graphs_of(
     graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
         name: (graph, None)
         for name, graph in manifest.graphs.items()
-        if name not in fused and not name.startswith(bundles.LANES)
+        if name not in fused and bundles.num_lanes_of(name) is None
     }
     for info in manifest.drafters:
         graphs |= {f"{info.name} {role}": (graph, info) for role, graph in info.graphs.items()}
