@@ -12,6 +12,7 @@ from spec_runtime.sessions.async_engine import AsyncEngine
 def open_engine(settings):
     """Opens a bundle as ours_worker.py does, for `parallel` calls at a time."""
     engine = AsyncEngine(load(settings), parallel=settings["parallel"])
+    engine._batch.open_passes()  # as a server does before it is asked
 
     def answer(prompts, clients, max_new_tokens):
         # Nobody keeps rows from one round to the next: a prompt's second round had no prefill.
