@@ -580,7 +580,7 @@ class Engine:
                 conversations.end(call.holder, prompt + run.tokens)
             else:
                 conversations.fail()
-            reason = ending.finish_reason or CANCELLED
+            reason = ending.finish_reason or call.interruption.reason or CANCELLED
             result = self._finish(call, run.tokens, logprobs, stats, reason)
             # what a threshold or a grammar makes of the lengths says little about the drafter
             if params.rule != "typical" and not params.reads_text:

@@ -32,7 +32,7 @@ from spec_runtime.bundle.memory import require_memory
 from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.machine import default_threads
 
-MAX_BINDINGS = 64  # kept at a time; only graphs of lanes have so many, one for each set that met
+MAX_BINDINGS = 8  # kept at a time; only graphs of lanes have so many, one for each set that met
 
 
 class CpuBackend(OrtBackend, RowBackend):

@@ -32,6 +32,7 @@ from spec_runtime.sessions.engine_queue import Job
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.waiting.interruption import Interrupted
 
 PROMPTS = [f"{'ab' * n} say" for n in range(1, 9)]
 
@@ -413,3 +414,31 @@ def test_prompts_beside_others_fill_up_what_a_pass_may_take(max_gap: float, is_s
     assert chunks[2:] == (
         [MIN_CHUNK] * (left // MIN_CHUNK) + [left % MIN_CHUNK] if is_short else [left]
     )
+
+
+@pytest.mark.parametrize("reason", ["timeout", "cancelled"])
+def test_a_call_that_ends_within_a_step_says_why(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a grammar's mask takes too long; the answer so far is kept."""
+    engine = toy_engine("prompt_lookup")
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
+    expected = engine.generate(PROMPTS[0], **options)
+    call = engine.prepare(PROMPTS[0], timeout=0.2 if reason == "timeout" else None, **options)
+    drafting = engine.proposer.drafting
+    drafts: list[int] = []
+
+    def interrupted(token: int, budget: Budget) -> Any:
+        drafts.append(token)
+        if len(drafts) == 3:
+            if reason == "cancelled":
+                call.end()
+            wait_until(lambda: call.interruption.reason is not None)
+            raise Interrupted
+        return drafting(token, budget)
+
+    monkeypatch.setattr(engine.proposer, "drafting", interrupted)
+    [result] = results_of(Batch(engine, 2), [call])
+    assert result.finish_reason == reason
+    assert 0 < len(result.token_ids) < 30
+    assert result.token_ids == expected.token_ids[: len(result.token_ids)]
