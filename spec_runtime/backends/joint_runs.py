@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, GraphRun, Runtime
+from spec_runtime.backends.base import GraphRun, Runtime
 from spec_runtime.backends.cpu import CpuBackend, open_lanes
-from spec_runtime.backends.lanes import JoinedLanes
+from spec_runtime.backends.lanes import Joins
+from spec_runtime.backends.session import as_lender
 from spec_runtime.bundle.manifest import (
     LANE_LOGITS,
     LANE_ROWS,
@@ -47,7 +48,7 @@ class JointRuns:
                 lanes = {n: known[each] for n, each in names.items() if each in known}
                 self._graphs[graph.file] = lanes
         self._opened: dict[str, CpuBackend] = {}
-        self._joined: dict[tuple[int, ...], JoinedLanes] = {}
+        self._joins = Joins()
 
     def run(self, runs: Sequence[GraphRun]) -> None:
         """Runs them all; what each gets is valid until the next runs."""
@@ -82,7 +83,7 @@ class JointRuns:
         """Runs a graph with a cache; there is one for so many lanes."""
         outputs, lanes = runs[0].outputs, range(len(runs))
         graph = self._graphs[_graph(runs[0]).file][len(runs)]
-        joined = self._join([run.backend for run in runs])
+        joined = self._joins.of([as_lender(run.backend) for run in runs])
         if graph.file not in self._opened:
             bundle, capacity = self._bundle, runs[0].backend.capacity
             opened = open_lanes(bundle, graph, capacity, self._runtime, joined)
@@ -98,19 +99,6 @@ class JointRuns:
         parts = {name: np.split(found[name], ends[axis]) for name, axis in shared.items()}
         parts |= {name: [found[lane_name(name, k)] for k in lanes] for name in own}
         return [{name: parts[name][k] for name in outputs} for k in lanes]
-
-    def _join(self, lanes: Sequence[Backend]) -> JoinedLanes:
-        """Returns what lends these lanes' buffers, always the same for the same lanes."""
-        key = tuple(map(id, lanes))
-        if key not in self._joined:
-            backends = [lane for lane in lanes if isinstance(lane, CpuBackend)]
-            buffers = {
-                lane_name(name, k): value
-                for k, lane in enumerate(backends)
-                for name, value in lane.buffers.items()
-            }
-            self._joined[key] = JoinedLanes(buffers, backends[0].copies)
-        return self._joined[key]
 
 
 def _graph(run: GraphRun) -> Graph:

@@ -38,6 +38,25 @@ class JoinedLanes:
     copies: Copies
 
 
+class Joins:
+    """Joins the buffers of lanes, always the same for the same lanes."""
+
+    def __init__(self) -> None:
+        self._joined: dict[tuple[int, ...], JoinedLanes] = {}
+
+    def of(self, lanes: Sequence[OrtBackend]) -> JoinedLanes:
+        """Returns what lends these lanes' buffers."""
+        key = tuple(map(id, lanes))
+        if key not in self._joined:
+            buffers = {
+                lane_name(name, k): value
+                for k, lane in enumerate(lanes)
+                for name, value in lane.buffers.items()
+            }
+            self._joined[key] = JoinedLanes(buffers, lanes[0].copies)
+        return self._joined[key]
+
+
 class LanePasses:
     """Runs the target's graph for several lanes, see `spec_export/graphs/lanes.py`.
 
@@ -68,14 +87,14 @@ class LanePasses:
         }
         self.max_lanes = max(self._graphs, default=1)
         self._opened: dict[int, tuple[OrtBackend, RowsReader | None]] = {}
-        self._joined: dict[tuple[int, ...], JoinedLanes] = {}
+        self._joins = Joins()
         self._opening = threading.Lock()
 
     def open(self, lane: Backend, most: int) -> None:
         """Opens the graphs for up to `most` lanes, from any thread, so that no pass has to; any
         lane's buffers will do until they are used."""
         for num_lanes in range(2, min(most, self.max_lanes) + 1):
-            self._open(num_lanes, lane.capacity, self._join([as_lender(lane)] * num_lanes))
+            self._open(num_lanes, lane.capacity, self._joins.of([as_lender(lane)] * num_lanes))
 
     def run(
         self, lanes: Sequence[Backend], feeds: Sequence[Feeds], outputs: Sequence[str]
@@ -88,7 +107,7 @@ class LanePasses:
         """
         # always in the same order, so that what is bound for lanes that meet again is found
         order = sorted(range(len(lanes)), key=lambda k: id(lanes[k]))
-        joined = self._join([as_lender(lanes[k]) for k in order])
+        joined = self._joins.of([as_lender(lanes[k]) for k in order])
         capacity = lanes[0].capacity
         backend, sampling = self._open(len(lanes), capacity, joined)
         backend.borrow(joined.buffers)
@@ -109,18 +128,6 @@ class LanePasses:
                 results[k][name] = _part(rows, begins[axis], numbers[axis])
             begins = {axis: begin + padded_numbers[axis] for axis, begin in begins.items()}
         return [results[k] for k in range(len(lanes))]
-
-    def _join(self, lanes: Sequence[OrtBackend]) -> JoinedLanes:
-        """Returns what lends these lanes' buffers, always the same for the same lanes."""
-        key = tuple(map(id, lanes))
-        if key not in self._joined:
-            buffers = {
-                lane_name(name, k): value
-                for k, lane in enumerate(lanes)
-                for name, value in lane.buffers.items()
-            }
-            self._joined[key] = JoinedLanes(buffers, lanes[0].copies)
-        return self._joined[key]
 
     def _open(
         self, num_lanes: int, capacity: int, joined: JoinedLanes

@@ -121,8 +121,7 @@ class Batch:
             num_tokens += len(found.token_ids) if isinstance(found, Chunk) else 0
             yield lane.owner, found
         self._order = [lane for lane in self._order if not lane.is_free]
-        asking = [lane for lane in self._order if lane.gate is not None and lane.gate.asked]
-        asking = [lane for lane in asking if lane in going]
+        asking = [lane for lane in going if not lane.is_free and lane.gate and lane.gate.asked]
         now = time.perf_counter()
         if self._cycle_begun:
             self._budget.add_cycle(num_tokens, now - self._cycle_begun)

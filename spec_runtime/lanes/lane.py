@@ -49,9 +49,7 @@ class Lane:
     @property
     def is_taken(self) -> bool:
         """Says whether others hold the target, or wait for it, and a call would wait for them."""
-        if self._number > self._primary.num_lanes:
-            return False
-        return not self.engine.target.lock.is_free_for_thread
+        return self._is_open and not self.engine.target.lock.is_free_for_thread
 
     @property
     def cuts_trees(self) -> bool:
@@ -60,8 +58,11 @@ class Lane:
 
     def num_common(self, prompt: list[int]) -> int:
         """Returns how many tokens at the beginning of the prompt this lane has rows of."""
-        is_open = self._number <= self._primary.num_lanes
-        return self.engine.num_common(prompt) if is_open else 0
+        return self.engine.num_common(prompt) if self._is_open else 0
+
+    @property
+    def _is_open(self) -> bool:
+        return self._number <= self._primary.num_lanes
 
     @property
     def num_unread(self) -> int:
