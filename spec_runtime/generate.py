@@ -152,7 +152,10 @@ class Decoding:
         run, target = self._run, self._run.target
         self._clock.start()
         if self.is_reading:
-            chunk = TokenTree.chain(run.prompt[self._num_read :][:chunk_rows])
+            unread = run.prompt[self._num_read :]
+            if len(unread) == chunk_rows + 1 > 3:  # a row by itself is computed in another form
+                chunk_rows -= 1
+            chunk = TokenTree.chain(unread[:chunk_rows])
             return Asked(chunk, self._wants, last_only=True)
         self._engine_seconds = target.run_seconds + run.proposer.run_seconds
         limited = self._budget.within(run.ending.remaining - 1).rooted_at(target.length)

@@ -66,6 +66,22 @@ def test_each_answer_is_the_one_it_gets_by_itself(
         assert max(each.stats.accepted_length for each in together) > 1
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_below_fp32_answers_are_the_same_where_trees_are(
+    fluent: FluentWorkshop, precision: str, tmp_path: Path
+) -> None:
+    """Without drafts, and with whole trees for calls that have a seed."""
+    out = fluent.build(tmp_path / "bundle", "parallelspec", precision=precision, lanes=NUM_LANES)
+    options: CallOptions = {"max_new_tokens": 40, "ignore_eos": True}
+    prompts = [10 * MANY[0], *MANY]  # one of several chunks
+    for name, chosen in (("none", SAMPLING), ("parallelspec", SAMPLING[1:])):
+        engine = spec_runtime.load(out, name, threads=1)
+        for sampling in chosen:
+            alone = [engine.generate(prompt, **options, **sampling) for prompt in prompts]
+            together = engine.generate_many(prompts, parallel=NUM_LANES, **options, **sampling)
+            assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
 @pytest.mark.parametrize("name", drafters.trainable())
 def test_drafters_run_together_and_each_gets_its_own(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch

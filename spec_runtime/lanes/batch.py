@@ -22,7 +22,8 @@ from spec_runtime.requests.result import Chunk
 from spec_runtime.target import PREFILL_ROWS, Asked, verify_together
 
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
-MIN_CHUNK = 8  # rows of a prompt in a pass, however slow that is
+MIN_CHUNK = 8  # rows of prompts in a pass, however slow that is
+MIN_SHARE = 3  # of each, so that it is never read by rows one at a time
 CHUNK_WEIGHT = 1 / 8  # of the newest chunk in what a prompt's row takes
 MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks ride along
 
@@ -275,7 +276,7 @@ def _least(num_common: int) -> int:
 
 def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
     """Divides the rows of a pass among prompts: half to the first, the rest in equal parts, and
-    what one does not want to those after it; each gets at least one.
+    what one does not want to those after it; each gets at least MIN_SHARE.
 
     >>> _shares(64, [20, 100, 100])
     [20, 22, 22]
@@ -284,6 +285,6 @@ def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
     for i, most in enumerate(wanted):
         num_left = len(wanted) - i
         part = rows // 2 if i == 0 and num_left > 1 else rows // num_left
-        shares.append(max(1, min(part, most)))
+        shares.append(max(MIN_SHARE, min(part, most)))
         rows = max(0, rows - shares[-1])
     return shares

@@ -288,7 +288,7 @@ def test_the_first_prompt_gets_half_of_a_chunk() -> None:
     assert _shares(64, [100, 100, 100]) == [32, 16, 16]
     assert _shares(64, [10, 100]) == [10, 54]
     assert _shares(64, [100]) == [64]
-    assert _shares(2, [9, 9, 9]) == [1, 1, 1]  # each goes on
+    assert _shares(2, [9, 9, 9]) == [3, 3, 3]  # each goes on
 
 
 def test_a_line_is_fitted_to_the_passes_seen() -> None:
