@@ -1,4 +1,4 @@
-"""Implements spec-runtime serve: OpenAI's API and a page, over HTTP."""
+"""Implements spec-runtime serve: OpenAI's and Anthropic's APIs and a page, over HTTP."""
 
 import sys
 from pathlib import Path
@@ -72,7 +72,7 @@ def command(
     allow_host: AllowHost = None,
     map_weights: MapWeights = None,
 ) -> None:
-    """Serve OpenAI's API, and a page to look at."""
+    """Serve OpenAI's and Anthropic's APIs, and a page to look at."""
     from spec_runtime.bundle import manifest as bundles
     from spec_runtime.machine import default_threads
     from spec_runtime.serving import processes

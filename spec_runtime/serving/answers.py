@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from spec_runtime import Chunk, GenerationResult
 from spec_runtime.lanes.lane import Observe
+from spec_runtime.requests.call import Call
 from spec_runtime.serving.errors import as_api_error, stopped, timed_out
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
@@ -21,10 +22,11 @@ from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 class Answers:
     """Iterates over (index of the choice, chunk) of a request's answers as they come.
 
-    `results` holds what has been answered, in the order of the choices. Iterating raises ApiError
-    for whatever goes wrong, also when `timeout` seconds are over, the wait included. `close` has to
-    be called in the end. Raises QueueFull if there is no place at the engine, or too many streams
-    are open.
+    `results` holds what has been answered, in the order of the choices. `prompt_tokens` counts the
+    tokens of the prompts, which have equally many calls one after the other; it is 0 until these
+    are prepared. Iterating raises ApiError for whatever goes wrong, also when `timeout` seconds are
+    over, the wait included. `close` has to be called in the end. Raises QueueFull if there is no
+    place at the engine, or too many streams are open.
     """
 
     def __init__(
@@ -35,14 +37,19 @@ class Answers:
         timeout: float,
         metrics: Metrics,
         observe: Observe | None = None,
+        num_prompts: int = 1,
     ) -> None:
+        self.prompt_tokens = 0
+        self._prepare, self._num_prompts = prepare, num_prompts
         self._results: dict[int, GenerationResult] = {}
         self._metrics = metrics
         self._timeout = timeout
         self._begun = time.monotonic()
         self._last: dict[int, float] = {}  # when the last tokens of each choice came
         self._first_seconds: dict[int, float] = {}  # from the request to those of a choice
-        self._job = queue.ask(prepare, observe=observe, is_stream=is_stream, on_chunk=self._count)
+        self._job = queue.ask(
+            self._prepared, observe=observe, is_stream=is_stream, on_chunk=self._count
+        )
         self._timer = asyncio.get_running_loop().call_later(timeout, self._time_out)
 
     @property
@@ -55,6 +62,12 @@ class Answers:
                 yield index, chunk
         except Exception as error:
             raise as_api_error(error) from error
+
+    def _prepared(self) -> Sequence[Call]:
+        calls = self._prepare()
+        each_prompt = calls[:: max(1, len(calls) // self._num_prompts)]
+        self.prompt_tokens = sum(len(call.prompt) for call in each_prompt)
+        return calls
 
     async def collect(self) -> list[GenerationResult]:
         """Waits for all answers and returns them."""

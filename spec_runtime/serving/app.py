@@ -13,7 +13,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from spec_runtime import Engine
-from spec_runtime.serving.errors import Json, add_handlers
+from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
+from spec_runtime.serving.errors import MESSAGES, Json, add_handlers
 from spec_runtime.serving.guards import Guards
 from spec_runtime.serving.page import PAGE_HEADERS, PageRequest, answer, page_html
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
@@ -60,6 +61,16 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     return await _service(request).completion(body, request)
+
+
+@router.post(MESSAGES)
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    return await _service(request).messages(body, request)
+
+
+@router.post(f"{MESSAGES}/count_tokens")
+async def count_tokens(body: CountRequest, request: Request) -> Response:
+    return await _service(request).count_tokens(body, request)
 
 
 @router.get("/v1/models")

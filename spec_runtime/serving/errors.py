@@ -1,4 +1,5 @@
-"""Writes errors as OpenAI's server does: an HTTP status and one JSON object, `error`."""
+"""Writes errors as OpenAI's server does: an HTTP status and one JSON object, `error`. Below
+/v1/messages they have Anthropic's form."""
 
 from __future__ import annotations
 
@@ -18,12 +19,24 @@ from spec_runtime.waiting.admission import QueueFull
 
 MAX_MESSAGE = 1200  # characters
 GONE = 499  # what logs call a client that did not wait for its answer
+MESSAGES = "/v1/messages"  # Anthropic's address
+NO_THREADS = "thread_unsupported_request"  # by which its client knows to send whole conversations
+# Anthropic's types of errors by status; others are invalid_request_error, or api_error from 500 on.
+ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 
 log = logging.getLogger("spec_runtime")
 
 
 class ApiError(HTTPException):
-    """An error that the client sees as `{"error": {"message", "type", "param", "code"}}`."""
+    """An error that the client sees as `{"error": {"message", "type", "param", "code"}}`, or in
+    Anthropic's form, see `body_of`."""
 
     def __init__(
         self,
@@ -95,13 +108,35 @@ def dumped(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
-def response(error: ApiError) -> Json:
-    """Returns the response of an error."""
-    return Json(error.body, error.status_code, error.headers)
+def is_anthropics(path: str) -> bool:
+    """Says whether requests to this path, and their errors, have Anthropic's form."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def body_of(error: ApiError, path: str) -> dict[str, Any]:
+    """Returns the JSON of an error of a request to `path`.
+
+    Anthropic's is `{"type": "error", "error": {"type", "message"}}`. Its clients know a prompt that
+    is too long by how the message begins.
+    """
+    if not is_anthropics(path):
+        return error.body
+    kind = "api_error" if error.status_code >= 500 else "invalid_request_error"
+    is_too_long = error.code == "context_length_exceeded"
+    message = f"prompt is too long: {error.detail}" if is_too_long else error.detail
+    told: dict[str, Any] = {"type": ANTHROPICS.get(error.status_code, kind), "message": message}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told}
+
+
+def response(error: ApiError, path: str) -> Json:
+    """Returns the response of an error of a request to `path`."""
+    return Json(body_of(error, path), error.status_code, error.headers)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes the app answer all of its errors in OpenAI's form."""
+    """Makes the app answer all of its errors in the form of the API that was asked."""
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(UserError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -115,7 +150,7 @@ async def _refused(request: Request, error: Exception) -> Response:
         error = _reworded(request, error)
     told = as_api_error(error)
     request.scope["log"]["error"] = told.code
-    return response(told)
+    return response(told, request.url.path)
 
 
 def _reworded(request: Request, error: HTTPException) -> ApiError:
@@ -141,7 +176,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Answers a mistake of ours, which goes on to the log."""
-    return response(internal_error())
+    return response(internal_error(), request.url.path)
 
 
 def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:

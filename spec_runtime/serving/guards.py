@@ -20,7 +20,15 @@ from contextlib import suppress
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spec_runtime.serving.errors import GONE, ApiError, ClientGone, response, stopped
+from spec_runtime.serving.errors import (
+    GONE,
+    MESSAGES,
+    ApiError,
+    ClientGone,
+    is_anthropics,
+    response,
+    stopped,
+)
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.settings import Settings, plain_host
 from spec_runtime.serving.streams import is_event_stream, last_event
@@ -30,7 +38,11 @@ BODY_SECONDS = 30.0  # in which a client has to send its body
 NOTICE_SECONDS = 1.0  # in which a client has to take the notice that the server is stopping
 MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that the client hears why
 MAX_ID = 100  # characters of an id that clients may have chosen
-NAMED_PATHS = (*OPEN_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics")
+NAMED_PATHS = (
+    *OPEN_PATHS,
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"),
+    *(MESSAGES, f"{MESSAGES}/count_tokens"),
+)
 
 access = logging.getLogger("spec_runtime.access")
 log = logging.getLogger("spec_runtime")
@@ -115,12 +127,14 @@ class Guards:
         if self._key is None or scope["path"] in OPEN_PATHS:
             return
         kind, _, key = headers.get("authorization", "").partition(" ")
-        is_bearer = kind.lower() == "bearer"
+        keys = [key if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Digests have one length, and comparing them takes the same time wherever they differ.
         # Headers come as Latin-1, whatever the client meant.
-        is_right = hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key)
-        if not (is_right and is_bearer):
-            message = "Incorrect API key provided." if key else "You didn't provide an API key."
+        digests = [_digest(each.strip().encode("latin-1")) for each in keys]
+        are_right = [hmac.compare_digest(each, self._key) for each in digests]
+        if not any(are_right):
+            has_key = bool(key or keys[1])
+            message = "Incorrect API key provided." if has_key else "You didn't provide an API key."
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
 
@@ -170,8 +184,11 @@ class _Reply:
     async def __call__(self, message: Message) -> None:
         is_start = message["type"] == "http.response.start"
         if is_start and self._request_id is not None:
-            header = (b"x-request-id", self._request_id.encode())
-            message = {**message, "headers": [*message.get("headers", ()), header]}
+            value = self._request_id.encode()
+            headers = [*message.get("headers", ()), (b"x-request-id", value)]
+            if is_anthropics(self._scope["path"]):
+                headers.append((b"request-id", value))
+            message = {**message, "headers": headers}
         await self._send(message)
         if is_start:
             self.status = message["status"]
@@ -182,9 +199,9 @@ class _Reply:
         """Sends the error as the response, or as the last event of a stream that has begun."""
         self._scope["log"]["error"] = error.code
         if self.status == GONE:
-            await response(error)(self._scope, self._receive, self)
+            await response(error, self._scope["path"])(self._scope, self._receive, self)
         elif self._is_stream:
-            await self(last_event(error))
+            await self(last_event(error, self._scope["path"]))
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -91,7 +91,7 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
         plain = OpenedDrafter("none", PlainProposer(), Budget(1))
         return lane.observed(record) if body.drafter else Engine(lane.target, lane.tokenizer, plain)
 
-    answers = service.begin(request, prepare, is_stream=True, observe=observe)
+    answers = service.begin(prepare, is_stream=True, observe=observe)
     drafter = engine.drafter if body.drafter else "none"
     return service.event_stream(request, answers, _events(answers, engine, drafter, recorders))
 

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, SamplingParams
+from spec_runtime import Engine, GenerationResult, SamplingParams
 from spec_runtime.constraints.tools import format_of_choice
 from spec_runtime.errors import UserError
 from spec_runtime.lanes.batch import Batch
 from spec_runtime.lanes.lane import Observe
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.answers import Answers
+from spec_runtime.serving.anthropic.replies import MessageReply
+from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serving.errors import ApiError, Json, as_api_error
 from spec_runtime.serving.metrics import Metrics
-from spec_runtime.serving.replies import TokenTexts, usage
+from spec_runtime.serving.replies import TokenTexts
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
-from spec_runtime.serving.streams import EventStream, event_of, unless_gone
-from spec_runtime.serving.tool_calls import CallReader
-from spec_runtime.serving.writers import ChatWriter, CompletionWriter, Writer
+from spec_runtime.serving.streams import EventStream, unless_gone
+from spec_runtime.serving.tool_calls import CallReader, MakeReader
+from spec_runtime.serving.writers import ChatWriter, ChoicesReply, CompletionWriter, Reply
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 from spec_runtime.text.messages import Tools
-from spec_runtime.text.prompt import Prompt
+from spec_runtime.text.prompt import Prompt, encode_prompt
 from spec_runtime.waiting.admission import Admission
 
 PREPARATION_SECONDS = 10.0  # a long prompt takes a few tenths
 
 
 class Service:
-    """Answers chat and completion requests, in the order of their coming, several together.
+    """Answers requests of all kinds in the order of their coming, several together.
 
     At most parallel + max_waiting requests are in the queue. A stream whose client reads slowly
     leaves the engine to others and counts among the open streams only.
@@ -70,6 +72,49 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
+        texts, includes_usage = self._texts(body), body.includes_usage
+
+        def make_reply(make_reader: MakeReader | None) -> Reply:
+            writer = ChatWriter(self.settings.name, texts, make_reader)
+            return ChoicesReply(writer, includes_usage)
+
+        return await self._chat(body, request, make_reply)
+
+    async def messages(self, body: MessagesRequest, request: Request) -> Response:
+        """Answers /v1/messages, as the chat that says the same."""
+
+        def make_reply(make_reader: MakeReader | None) -> Reply:
+            return MessageReply(self.settings.name, make_reader)
+
+        return await self._chat(body.as_chat(), request, make_reply, body.is_begun)
+
+    async def count_tokens(self, body: CountRequest, request: Request) -> Response:
+        """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
+        chat, codec = body.as_chat(), self.engine.tokenizer
+        self._check(chat.model, 1)
+        messages = [message.plain() for message in chat.messages]
+        sizes: list[int] = []  # which `prepare` fills
+
+        def prepare() -> list[Call]:
+            try:
+                ids = encode_prompt(codec, messages, False, None, chat.usable_tools, body.is_begun)
+            except UserError as error:
+                raise as_api_error(error, "messages") from error
+            sizes.append(len(ids))
+            return []
+
+        await self._results(self.begin(prepare, False), request)
+        return Json({"input_tokens": sizes[0]})
+
+    async def _chat(
+        self,
+        body: ChatRequest,
+        request: Request,
+        make_reply: Callable[[MakeReader | None], Reply],
+        is_begun: bool = False,
+    ) -> Response:
+        """Answers a chat, whose last message is the beginning of the answer if it `is_begun`.
+        `make_reply` gets what makes a reader of tool calls, if the chat has tools."""
         self._check(body.model, body.num_choices)
         messages = [message.plain() for message in body.messages]
         template = self.engine.tokenizer.template
@@ -77,7 +122,7 @@ class Service:
         tools = body.usable_tools
 
         def prepare() -> list[Call]:
-            prompt = self._encoded(messages, "messages", tools=tools)
+            prompt = self._encoded(messages, "messages", tools=tools, continue_final=is_begun)
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
@@ -87,9 +132,8 @@ class Service:
             at_most = 1 if body.parallel_tool_calls is False else None
             return CallReader(family, tools or (), at_most)
 
-        texts = self._texts(body)
-        writer = ChatWriter(self.settings.name, texts, make_reader if tools else None)
-        return await self._answer(body, request, prepare, writer, 1)
+        reply = make_reply(make_reader if tools else None)
+        return await self._answer(request, prepare, reply, bool(body.stream))
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
@@ -109,11 +153,11 @@ class Service:
             return calls
 
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
-        return await self._answer(body, request, prepare, writer, len(prompts))
+        reply = ChoicesReply(writer, body.includes_usage, len(prompts))
+        return await self._answer(request, prepare, reply, bool(body.stream), len(prompts))
 
     def begin(
         self,
-        request: Request,
         prepare: Prepare,
         is_stream: bool,
         num_prompts: int = 1,
@@ -124,16 +168,8 @@ class Service:
         `observe` makes of a lane's engine the one that answers. Raises QueueFull if there is no
         place.
         """
-        log = request.scope["log"]
-
-        def prepare_and_note() -> list[Call]:
-            calls = list(prepare())
-            each_prompt = calls[:: len(calls) // num_prompts]
-            log["prompt_tokens"] = sum(len(call.prompt) for call in each_prompt)
-            return calls
-
         timeout, metrics = self.settings.timeout, self.metrics
-        return Answers(self.queue, prepare_and_note, is_stream, timeout, metrics, observe)
+        return Answers(self.queue, prepare, is_stream, timeout, metrics, observe, num_prompts)
 
     def event_stream(
         self, request: Request, answers: Answers, events: AsyncGenerator[str, None]
@@ -148,31 +184,37 @@ class Service:
 
     async def _answer(
         self,
-        body: ChatRequest | CompletionRequest,
         request: Request,
         prepare: Prepare,
-        writer: Writer,
-        num_prompts: int,
+        reply: Reply,
+        is_stream: bool,
+        num_prompts: int = 1,
     ) -> Response:
-        answers = self.begin(request, prepare, bool(body.stream), num_prompts)
-        if body.stream:
+        answers = self.begin(prepare, is_stream, num_prompts)
+        if is_stream:
             request.scope["log"]["stream"] = True
-            events = _events(answers, writer, body.includes_usage, num_prompts)
-            return self.event_stream(request, answers, events)
+            return self.event_stream(request, answers, reply.events(answers))
+        return Json(reply.whole(await self._results(answers, request)))
+
+    async def _results(self, answers: Answers, request: Request) -> list[GenerationResult]:
+        """Waits for all answers of a request and returns them."""
         try:
-            results = await unless_gone(request.receive, answers.collect())
+            return await unless_gone(request.receive, answers.collect())
         finally:
             answers.close()
             _note_results(request, answers)
-        choices = [writer.whole(index, result) for index, result in enumerate(results)]
-        return Json(writer.heading.reply(choices, usage(results, num_prompts)))
 
     def _encoded(
-        self, prompt: Prompt, field: str, raw: bool = False, tools: Tools | None = None
+        self,
+        prompt: Prompt,
+        field: str,
+        raw: bool = False,
+        tools: Tools | None = None,
+        continue_final: bool = False,
     ) -> list[int]:
         """Returns the ids of the prompt in this field of the request, within the server's limit."""
         try:
-            ids = self.engine.encode(prompt, raw, tools=tools)
+            ids = self.engine.encode(prompt, raw, tools=tools, continue_final=continue_final)
         except UserError as error:
             raise as_api_error(error, field) from error
         return self.check_prompt(ids, field)
@@ -228,19 +270,8 @@ class Service:
 
 def _note_results(request: Request, answers: Answers) -> None:
     """Adds the answer's figures to the access log's line."""
+    if answers.prompt_tokens:
+        request.scope["log"]["prompt_tokens"] = answers.prompt_tokens
     if results := answers.results:
         request.scope["log"]["completion_tokens"] = sum(len(each.token_ids) for each in results)
         request.scope["log"]["finish_reason"] = results[-1].finish_reason
-
-
-async def _events(
-    answers: Answers, writer: Writer, includes_usage: bool, num_prompts: int
-) -> AsyncGenerator[str, None]:
-    """Yields the server-sent events of a stream, up to OpenAI's last one, [DONE]."""
-    more = {"usage": None} if includes_usage else {}
-    async for index, chunk in answers:
-        for choice in writer.parts(index, chunk):
-            yield event_of(writer.heading.chunk(choice, **more))
-    if includes_usage:
-        yield event_of(writer.heading.chunk(usage=usage(answers.results, num_prompts)))
-    yield "data: [DONE]\n\n"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from spec_runtime.serving.errors import ApiError, ClientGone, dumped
+from spec_runtime.serving.errors import ApiError, ClientGone, body_of, dumped, is_anthropics
 
 Work = TypeVar("Work")
 
@@ -53,7 +53,7 @@ class EventStream(Response):
             if not has_started:
                 raise
             scope["log"]["error"] = error.code
-            await send(last_event(error))
+            await send(last_event(error, scope["path"]))
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -68,14 +68,20 @@ def is_event_stream(start: Message) -> bool:
     return kind.startswith("text/event-stream")
 
 
-def last_event(error: ApiError) -> Message:
-    """Returns the message that ends a stream of events with an error."""
-    return _body(event_of(error.body), more=False)
+def last_event(error: ApiError, path: str) -> Message:
+    """Returns the message that ends a stream of events, asked for at `path`, with an error."""
+    write = typed_event_of if is_anthropics(path) else event_of
+    return _body(write(body_of(error, path)), more=False)
 
 
 def event_of(content: object) -> str:
     """Returns a server-sent event with JSON."""
     return f"data: {dumped(content)}\n\n"
+
+
+def typed_event_of(content: Mapping[str, Any]) -> str:
+    """Returns a server-sent event with JSON, which its `type` names."""
+    return f"event: {content['type']}\n{event_of(content)}"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Work]) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from spec_runtime.constraints.tools import ToolCall, parse_calls
@@ -43,12 +44,21 @@ class CallReader:
         sent, self._num_sent = self._text[self._num_sent : free], free
         return sent
 
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Returns a whole answer's text without its calls, and the calls."""
+        begin = self.push(text)
+        rest, calls = self.finish()
+        return begin + rest, calls
+
     def finish(self) -> tuple[str, list[ToolCall]]:
         content, calls = parse_calls(self._text, self._family, self._tools)
         is_sent_as_text = self._num_sent > 0 and _TAG not in self._text
         if not calls or is_sent_as_text:
             return self._text[self._num_sent :], []
         return content.removeprefix(self._text[: self._num_sent].strip()), calls[: self._at_most]
+
+
+MakeReader = Callable[[], CallReader]  # makes one for each answer
 
 
 def _may_be_bare(text: str) -> bool:

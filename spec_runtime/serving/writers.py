@@ -1,14 +1,35 @@
-"""Turns the chunks and results of a request into the choices of OpenAI's two kinds of replies."""
+"""Turns the chunks and results of a request into OpenAI's two kinds of replies."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult, TokenLogprob
-from spec_runtime.serving.replies import Heading, Object, ShownTokens, TokenTexts, finish_reason
-from spec_runtime.serving.tool_calls import CallReader, written
+from spec_runtime.serving.answers import Answers
+from spec_runtime.serving.replies import (
+    Heading,
+    Object,
+    ShownTokens,
+    TokenTexts,
+    finish_reason,
+    usage,
+)
+from spec_runtime.serving.streams import event_of
+from spec_runtime.serving.tool_calls import CallReader, MakeReader, written
+
+
+class Reply(Protocol):
+    """Writes the reply to one request, in the form of one API."""
+
+    def whole(self, results: Sequence[GenerationResult]) -> Object:
+        """Returns the whole reply."""
+        ...
+
+    def events(self, answers: Answers) -> AsyncGenerator[str, None]:
+        """Yields the server-sent events of a stream."""
+        ...
 
 
 class Writer(Protocol):
@@ -26,12 +47,35 @@ class Writer(Protocol):
         ...
 
 
+class ChoicesReply:
+    """Writes a reply in OpenAI's form, whose choices a writer writes."""
+
+    def __init__(self, writer: Writer, includes_usage: bool, num_prompts: int = 1) -> None:
+        self._writer = writer
+        self._includes_usage = includes_usage
+        self._num_prompts = num_prompts
+
+    def whole(self, results: Sequence[GenerationResult]) -> Object:
+        choices = [self._writer.whole(index, result) for index, result in enumerate(results)]
+        return self._writer.heading.reply(choices, usage(results, self._num_prompts))
+
+    async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
+        """Yields the events up to OpenAI's last one, [DONE]."""
+        heading, more = self._writer.heading, {"usage": None} if self._includes_usage else {}
+        async for index, chunk in answers:
+            for choice in self._writer.parts(index, chunk):
+                yield event_of(heading.chunk(choice, **more))
+        if self._includes_usage:
+            yield event_of(heading.chunk(usage=usage(answers.results, self._num_prompts)))
+        yield "data: [DONE]\n\n"
+
+
 class ChatWriter:
     """Writes choices of /v1/chat/completions; `make_reader` makes a reader of the tool calls in
     one answer, where the request has tools."""
 
     def __init__(
-        self, model: str, texts: TokenTexts, make_reader: Callable[[], CallReader] | None = None
+        self, model: str, texts: TokenTexts, make_reader: MakeReader | None = None
     ) -> None:
         self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._texts = texts
@@ -68,11 +112,9 @@ class ChatWriter:
         reason = finish_reason(result)
         message: Object = {"role": "assistant", "content": result.text, "refusal": None}
         if self._make_reader is not None:
-            reader = self._make_reader()
-            begin = reader.push(result.text)
-            rest, calls = reader.finish()
+            text, calls = self._make_reader().read(result.text)
             if calls:
-                message |= {"content": (begin + rest) or None, "tool_calls": written(calls)}
+                message |= {"content": text or None, "tool_calls": written(calls)}
                 reason = "tool_calls"
         return {
             "index": index,

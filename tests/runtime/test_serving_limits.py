@@ -480,5 +480,6 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str)
 
 
 def test_errors_are_json_that_every_client_can_read() -> None:
-    error = response(ApiError(400, "half a pair: \ud800, and é"))
-    assert json.loads(bytes(error.body))["error"]["message"].endswith("é")
+    for path in ("/v1/completions", "/v1/messages"):
+        error = response(ApiError(400, "half a pair: \ud800, and é"), path)
+        assert json.loads(bytes(error.body))["error"]["message"].endswith("é")

@@ -1,0 +1,1 @@
+"""Reads and writes Anthropic's Messages API, whose requests are answered as chats."""
