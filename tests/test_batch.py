@@ -77,8 +77,9 @@ def test_below_fp32_answers_are_the_same_where_trees_are(
     for name, chosen in (("none", SAMPLING), ("parallelspec", SAMPLING[1:])):
         engine = spec_runtime.load(out, name, threads=1)
         for sampling in chosen:
-            alone = [engine.generate(prompt, **options, **sampling) for prompt in prompts]
-            together = engine.generate_many(prompts, parallel=NUM_LANES, **options, **sampling)
+            call: CallOptions = {**options, **sampling}
+            alone = [engine.generate(prompt, **call) for prompt in prompts]
+            together = engine.generate_many(prompts, parallel=NUM_LANES, **call)
             assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
