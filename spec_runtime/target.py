@@ -110,6 +110,13 @@ class Verified:
         """Returns the logits f32[V] after `node`."""
         return self._logits_MV[node]
 
+    def last(self) -> Verified:
+        """Returns what `verify` would have with `last_only`: the last row, of the whole tree."""
+        logits_1V = self.row(self.tree.num_nodes - 1)[None]
+        best_1 = None if self._best_M is None else self._best_M[-1:]
+        top = None if self._top is None else [rows[-1:] for rows in self._top]
+        return Verified(logits_1V, self._features, self.tree, best_1, top)
+
     def features(self, path: Sequence[int]) -> np.ndarray:
         """Returns a copy of these nodes' features f32[P, F], the outputs wanted side by side."""
         return np.concatenate([part_ND[path] for part_ND in self._features], axis=1)

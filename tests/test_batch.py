@@ -25,8 +25,12 @@ from spec_export.make_bundle import BuildOptions
 from spec_runtime.backends import GraphRun
 from spec_runtime.backends.joint_runs import JointRuns
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.lanes.answering import ScoringEngine
 from spec_runtime.lanes.batch import Batch
+from spec_runtime.requests.call import Call
 from spec_runtime.requests.options import CallOptions
+from spec_runtime.sampling import TokenLogprob, token_logprob
+from spec_runtime.trees.tree import TokenTree
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
 SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 5}]
@@ -146,6 +150,36 @@ def test_calls_of_all_kinds_join_and_leave_at_any_time(folder: Path) -> None:
             assert result.token_ids == expected[i].token_ids, i
             assert result.finish_reason == expected[i].finish_reason
     assert batch.num_rows > 2 * batch.num_passes  # they did share passes
+
+
+def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
+    """Each prompt's log-probabilities are those of a pass by itself, and the answers too."""
+    engine = spec_runtime.load(folder, "parallelspec", threads=1)
+    options: CallOptions = {"max_new_tokens": 20, "ignore_eos": True, "reuse": False}
+    calls = [engine.prepare(prompt, **options) for prompt in MANY]
+    expected = [engine.generate(prompt, **options).token_ids for prompt in MANY]
+    scores: dict[Call, list[TokenLogprob]] = {call: [] for call in calls}
+    batch, waiting = Batch(engine, NUM_LANES), list(enumerate(calls))
+    tokens: list[list[int]] = [[] for _ in calls]
+    while waiting or batch.num_active:
+        while waiting and (lane := batch.lane_for(waiting[0][1])) is not None:
+            number, call = waiting.pop(0)
+            is_scored = number % 2 == 0
+            observe = (lambda each: ScoringEngine(each, 1, scores)) if is_scored else None
+            batch.begin(lane, number, call, observe)
+        for number, chunk in batch.turn():
+            assert not isinstance(chunk, Exception), chunk
+            tokens[number] += chunk.token_ids
+    assert tokens == expected
+    assert batch.num_rows > 2 * batch.num_passes  # they did share passes
+    for call in calls[::2]:
+        with engine.target.alone():
+            verified = engine.target.verify(TokenTree.chain(call.prompt))
+            ours = [
+                token_logprob(verified.row(row), token, 1).logprob
+                for row, token in enumerate(call.prompt[1:])
+            ]
+        assert [each.logprob for each in scores[call]] == pytest.approx(ours, abs=1e-4)
 
 
 def test_a_batch_that_is_left_can_be_used_again(folder: Path) -> None:

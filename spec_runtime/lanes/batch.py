@@ -15,7 +15,8 @@ from typing import Any
 from spec_runtime.backends import run_each
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
-from spec_runtime.lanes.lane import Lane, Observe
+from spec_runtime.lanes.answering import Observe
+from spec_runtime.lanes.lane import Lane
 from spec_runtime.lanes.row_budget import RowBudget
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.result import Chunk
@@ -184,7 +185,11 @@ class Batch:
 
     def _advance(self, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Chunk | Exception]]:
         """Takes lanes to their next pass, and the budget with them; yields what comes of it."""
-        judged = [(lane, lane.gate.asked) for lane in lanes if lane.gate and lane.gate.asked]
+        judged = [
+            (lane, lane.gate.asked.tree)
+            for lane in lanes
+            if lane.gate and lane.gate.asked and not lane.is_reading
+        ]
         moving = lanes
         for lane in lanes:
             lane.seconds = 0.0
@@ -206,12 +211,10 @@ class Batch:
                 moving = []
         num_lanes = len(self._order)
         for lane, before in judged:
-            if before.last_only:
-                continue
-            self._budget.add_step(before.tree, lane.num_accepted)
+            self._budget.add_step(before, lane.num_accepted)
             if lane.gate and lane.gate.asked and num_lanes > 1:
                 self._budget.add_host(lane.seconds, lane.gate.asked.tree.num_nodes > 1)
-                num_nodes = before.tree.num_nodes - 1
+                num_nodes = before.num_nodes - 1
                 self._budget.judge(lane.gain, num_lanes, num_nodes, lane.num_accepted)
 
     def _run_drafts(self, lanes: Sequence[Lane]) -> None:
@@ -226,8 +229,12 @@ class Batch:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""
         gates = [lane.gate for lane in lanes if lane.gate is not None]
         asked = [gate.asked for gate in gates if gate.asked is not None]
-        drafted = sum(each.tree.num_nodes - 1 for each in asked if not each.last_only)
-        prompt_rows = sum(each.tree.num_nodes for each in asked if each.last_only)
+        sizes_by_lane = [each.tree.num_nodes for each in asked]
+        prompt_rows = sum(
+            n for n, lane in zip(sizes_by_lane, lanes, strict=True) if lane.is_reading
+        )
+        num_decoding = sum(not lane.is_reading for lane in lanes)
+        drafted = sum(sizes_by_lane) - prompt_rows - num_decoding
         if len(lanes) > 1:
             cut = [k for k, lane in enumerate(lanes) if lane.cuts_trees and _has_odds(asked[k])]
             whole = sum(each.tree.num_nodes for k, each in enumerate(asked) if k not in cut)
@@ -251,7 +258,7 @@ class Batch:
             self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
         self.num_passes += 1
         self.num_rows += rows
-        granted = rows - prompt_rows - sum(not each.last_only for each in asked)
+        granted = rows - prompt_rows - num_decoding
         self.on_pass(Pass(len(lanes), rows, granted, drafted, prompt_rows, seconds))
 
 

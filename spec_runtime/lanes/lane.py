@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from spec_runtime.engine import Engine
 from spec_runtime.generate import Gate
+from spec_runtime.lanes.answering import Answering, Observe
 from spec_runtime.lanes.row_budget import Gain
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.result import Chunk, GenerationResult
@@ -15,8 +16,6 @@ from spec_runtime.target import PREFILL_ROWS
 
 # Rules by which what is accepted depends on what is drafted, so that trees stay what they are.
 TREE_RULES = ("rejection", "typical")
-
-Observe = Callable[[Engine], Engine]
 
 
 class Lane:
@@ -80,9 +79,9 @@ class Lane:
         return num_tokens - self.engine.target.length - self.gate.asked.tree.num_nodes
 
     def begin(self, owner: Any, call: Call, observe: Observe | None, gain: Gain) -> None:
-        """Begins to answer a call, by the engine that `observe` makes of the lane's; `gain` judges
-        its drafts."""
-        engine = self.engine if observe is None else observe(self.engine)
+        """Begins to answer a call, by what `observe` makes of the lane's engine; `gain` judges its
+        drafts."""
+        engine: Answering = self.engine if observe is None else observe(self.engine)
         self.owner, self.call, self.gain, self.is_reading = owner, call, gain, True
         self._chunks = engine.answer(call, self.gate)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from spec_runtime import Chunk, GenerationResult
-from spec_runtime.lanes.lane import Observe
+from spec_runtime.lanes.answering import Observe
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.errors import as_api_error, stopped, timed_out
 from spec_runtime.serving.metrics import Metrics

@@ -13,15 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, Step
-from spec_runtime.engine import OpenedDrafter
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.lanes.answering import undrafted
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.streams import event_of
 from spec_runtime.text.tokenizer import Codec
-from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.drawing import accepted_tree_svg
 from spec_runtime.trees.tree import TokenTree
 
@@ -88,8 +87,7 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
         return [engine.make_call(prompt, params=params)]
 
     def observe(lane: Engine) -> Engine:
-        plain = OpenedDrafter("none", PlainProposer(), Budget(1))
-        return lane.observed(record) if body.drafter else Engine(lane.target, lane.tokenizer, plain)
+        return lane.observed(record) if body.drafter else undrafted(lane)
 
     answers = service.begin(prepare, is_stream=True, observe=observe)
     drafter = engine.drafter if body.drafter else "none"

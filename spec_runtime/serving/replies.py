@@ -6,10 +6,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, TokenLogprob
-from spec_runtime.text.stream import REPLACEMENT
+from spec_runtime.text.stream import REPLACEMENT, TextStream
 from spec_runtime.text.tokenizer import Codec
 
 Object = dict[str, Any]
@@ -28,6 +29,16 @@ def usage(results: Sequence[GenerationResult], num_prompts: int = 1) -> Object:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": reused},
     }
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Holds a prompt that goes before its answer: its text, its ids, and the log-probabilities of
+    its tokens but the first, if they are asked for."""
+
+    text: str
+    token_ids: list[int]
+    scores: list[TokenLogprob]
 
 
 class ShownTokens:
@@ -103,6 +114,16 @@ class TokenTexts:
             "top_logprobs": [self._by_text(entry.top) for entry, _ in shown],
             "text_offset": [offset + begin for _, begin in shown],
         }
+
+    def prompt(self, echo: Echo) -> Object:
+        """Returns the object `logprobs` of a prompt, whose first token has none."""
+        stream = TextStream(self._decode)
+        for token in echo.token_ids:
+            stream.push(token)
+        begins = [min(end, len(echo.text)) for end in stream.ends[:-1]]
+        rest = self.completion(list(zip(echo.scores, begins, strict=True)), 0)
+        first = {"tokens": self.text(echo.token_ids[0]), "text_offset": 0}
+        return {key: [first.get(key), *values] for key, values in rest.items()}
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> Object:
         """Returns log-probabilities by text. Of tokens that have the same text the likeliest has

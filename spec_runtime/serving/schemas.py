@@ -218,6 +218,7 @@ class CompletionRequest(_Request):
     """Holds the body of a request to /v1/completions."""
 
     prompt: str | list[str] | Ids | list[Ids]
+    max_tokens: Annotated[Whole, Ge(0)] | None = None  # 0 reads the prompt only
     echo: Flag | None = None
     logprobs: Annotated[Whole, Ge(0), Le(MAX_COMPLETION_LOGPROBS)] | None = None
     best_of: Whole | None = None
@@ -227,8 +228,6 @@ class CompletionRequest(_Request):
     def _check_together(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.num_choices:
             raise UserError("'best_of' has to equal 'n': this server drops no answer")
-        if self.echo and self.logprobs is not None:
-            raise UserError("'echo' is not allowed together with 'logprobs'")
         if not self.prompts:
             raise UserError("'prompt' has to hold at least one prompt")
         return self
@@ -240,5 +239,15 @@ class CompletionRequest(_Request):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
 
+    @property
+    def most_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Says whether the log-probabilities of the prompts' tokens are asked for, too."""
+        return bool(self.echo) and self.logprobs is not None
+
     def options(self) -> SamplingOptions:
-        return self._options(self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)
+        """Returns the engine's options, whose calls have one token at least."""
+        return self._options(max(1, self.most_tokens), self.logprobs)

@@ -10,18 +10,24 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, GenerationResult, SamplingParams
+from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
 from spec_runtime.constraints.tools import format_of_choice
 from spec_runtime.errors import UserError
+from spec_runtime.lanes.answering import (
+    Answering,
+    Observe,
+    ReadingEngine,
+    ScoringEngine,
+    undrafted,
+)
 from spec_runtime.lanes.batch import Batch
-from spec_runtime.lanes.lane import Observe
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serving.errors import ApiError, Json, as_api_error
 from spec_runtime.serving.metrics import Metrics
-from spec_runtime.serving.replies import TokenTexts
+from spec_runtime.serving.replies import Echo, TokenTexts
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.streams import EventStream, unless_gone
@@ -138,7 +144,9 @@ class Service:
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
         prompts, tokenizer = body.prompts, self.engine.tokenizer
-        echoes: list[str] | None = [] if body.echo else None  # which `prepare` fills
+        # `prepare` fills these, and the engine the lists of scores
+        echoes: list[Echo] | None = [] if body.echo else None
+        scores: dict[Call, list[TokenLogprob]] = {}
         self._check(body.model, body.num_choices * len(prompts))
 
         def prepare() -> list[Call]:
@@ -146,15 +154,26 @@ class Service:
             calls: list[Call] = []
             for prompt in prompts:
                 ids = self._encoded(prompt, "prompt", raw=True)
+                choices = self._calls(ids, params, body.num_choices, not body.scores_prompts)
                 if echoes is not None:  # ids that are no tokens were refused above
                     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-                    echoes.extend([text] * body.num_choices)
-                calls += self._calls(ids, params, body.num_choices)
+                    for call in choices:
+                        scores[call] = []
+                        echoes.append(Echo(text, ids, scores[call]))
+                calls += choices
             return calls
+
+        def observe(lane: Engine) -> Answering:
+            answering: Answering = lane
+            if body.scores_prompts and body.logprobs is not None:
+                engine = undrafted(lane) if body.most_tokens < 2 else lane
+                answering = ScoringEngine(engine, body.logprobs, scores)
+            return answering if body.most_tokens else ReadingEngine(answering)
 
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
         reply = ChoicesReply(writer, body.includes_usage, len(prompts))
-        return await self._answer(request, prepare, reply, bool(body.stream), len(prompts))
+        is_stream = bool(body.stream)
+        return await self._answer(request, prepare, reply, is_stream, len(prompts), observe)
 
     def begin(
         self,
@@ -165,7 +184,7 @@ class Service:
     ) -> Answers:
         """Puts in the queue a request whose prompts have equally many calls, one after the other.
 
-        `observe` makes of a lane's engine the one that answers. Raises QueueFull if there is no
+        `observe` makes of a lane's engine what answers. Raises QueueFull if there is no
         place.
         """
         timeout, metrics = self.settings.timeout, self.metrics
@@ -189,8 +208,9 @@ class Service:
         reply: Reply,
         is_stream: bool,
         num_prompts: int = 1,
+        observe: Observe | None = None,
     ) -> Response:
-        answers = self.begin(prepare, is_stream, num_prompts)
+        answers = self.begin(prepare, is_stream, num_prompts, observe)
         if is_stream:
             request.scope["log"]["stream"] = True
             return self.event_stream(request, answers, reply.events(answers))
@@ -235,12 +255,14 @@ class Service:
             )
         return ids
 
-    def _calls(self, prompt: list[int], params: SamplingParams, num_choices: int) -> list[Call]:
+    def _calls(
+        self, prompt: list[int], params: SamplingParams, num_choices: int, reuse: bool = True
+    ) -> list[Call]:
         """Makes the calls of one prompt's choices: with a seed, each one gets a seed of its own."""
         choices = [params] * num_choices
         if params.seed is not None:
             choices = [replace(params, seed=params.seed + i) for i in range(num_choices)]
-        return [self.engine.make_call(prompt, params=choice) for choice in choices]
+        return [self.engine.make_call(prompt, params=choice, reuse=reuse) for choice in choices]
 
     def _check(self, model: str | None, num_choices: int) -> None:
         if model is not None:
@@ -256,6 +278,10 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _texts(self, body: ChatRequest | CompletionRequest) -> TokenTexts:
+        """Returns what writes the tokens of the answers. After a prompt's tokens they are all
+        written: who counts off the prompt's takes as many of the rest as `usage` says."""
+        if isinstance(body, CompletionRequest) and body.scores_prompts:
+            return TokenTexts(self.engine.tokenizer, frozenset())
         ending = frozenset(body.sampling.get("stop_token_ids", ()))
         if not body.sampling.get("ignore_eos"):
             ending |= frozenset(self.engine.tokenizer.eos)

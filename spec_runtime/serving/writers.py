@@ -9,6 +9,7 @@ from typing import Protocol
 from spec_runtime import Chunk, GenerationResult, TokenLogprob
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.replies import (
+    Echo,
     Heading,
     Object,
     ShownTokens,
@@ -128,32 +129,40 @@ class ChatWriter:
 
 class CompletionWriter:
     """Writes choices of /v1/completions; `echoes` are the prompts that go before the texts, by
-    choice, or None."""
+    choice, or None. With them go their tokens, where the answers' tokens are shown."""
 
-    def __init__(self, model: str, texts: TokenTexts, echoes: list[str] | None) -> None:
+    def __init__(self, model: str, texts: TokenTexts, echoes: list[Echo] | None) -> None:
         self.heading = Heading("cmpl", "text_completion", "text_completion", model)
         self._texts = texts
         self._echoes = echoes
         self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
-        text = chunk.text
-        if index not in self._shown:
-            text = self._echo(index) + text
+        is_first = index not in self._shown
         shown = self._shown[index].take(chunk)
-        logprobs = self._texts.completion(shown, len(self._echo(index))) if shown else None
+        has_prompt = is_first and self._echoes is not None and chunk.logprobs is not None
+        asked = shown if shown or has_prompt else None
+        text, logprobs = self._written(index, chunk.text, asked, is_first)
         if text or logprobs or chunk.result is not None:
             reason = None if chunk.result is None else finish_reason(chunk.result)
             yield self._choice(index, text, logprobs, reason)
 
     def whole(self, index: int, result: GenerationResult) -> Object:
-        echo, logprobs = self._echo(index), None
-        if result.logprobs is not None:
-            logprobs = self._texts.completion(_shown(self._texts, result), len(echo))
-        return self._choice(index, echo + result.text, logprobs, finish_reason(result))
+        shown = None if result.logprobs is None else _shown(self._texts, result)
+        text, logprobs = self._written(index, result.text, shown, is_first=True)
+        return self._choice(index, text, logprobs, finish_reason(result))
 
-    def _echo(self, index: int) -> str:
-        return "" if self._echoes is None else self._echoes[index]
+    def _written(
+        self, index: int, text: str, shown: list[tuple[TokenLogprob, int]] | None, is_first: bool
+    ) -> tuple[str, Object | None]:
+        """Returns a text of an answer and the object `logprobs` of its tokens, None for none; with
+        the prompt's before them, if it is the first text and prompts are echoed."""
+        echo = Echo("", [], []) if self._echoes is None else self._echoes[index]
+        logprobs = None if shown is None else self._texts.completion(shown, len(echo.text))
+        if logprobs is not None and echo.token_ids and is_first:
+            prompt = self._texts.prompt(echo)
+            logprobs = {key: [*prompt[key], *values] for key, values in logprobs.items()}
+        return (echo.text if is_first else "") + text, logprobs
 
     def _choice(self, index: int, text: str, logprobs: Object | None, reason: str | None) -> Object:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
+from spec_runtime.lanes.answering import Observe
 from spec_runtime.lanes.batch import Batch
-from spec_runtime.lanes.lane import Observe
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.result import Chunk
 from spec_runtime.waiting.admission import Admission, Place
