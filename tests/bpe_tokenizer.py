@@ -92,6 +92,9 @@ class BpeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def spelled(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
         return value
 

@@ -245,6 +245,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def spelled(self, ids: Sequence[int]) -> str:
+        names = {256: b"<bos>", 257: b"<eos>"}
+        return b"".join(names.get(i) or bytes([i]) for i in ids).decode(errors="replace")
+
     def open_compiler(self, num_logits: int) -> GrammarCompiler:
         return _compiler(num_logits)
 

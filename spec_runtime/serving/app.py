@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from spec_runtime import Engine
+from spec_runtime.serving import tokens
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serving.errors import MESSAGES, Json, add_handlers
 from spec_runtime.serving.guards import Guards
@@ -20,6 +21,7 @@ from spec_runtime.serving.page import PAGE_HEADERS, PageRequest, answer, page_ht
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings
+from spec_runtime.serving.tokens import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 
@@ -71,6 +73,21 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post(f"{MESSAGES}/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     return await _service(request).count_tokens(body, request)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    return await tokens.tokenize(_service(request), body, request)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    return await tokens.detokenize(_service(request), body, request)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    return tokens.tokenizer_info(_service(request))
 
 
 @router.get("/v1/models")

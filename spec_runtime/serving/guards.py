@@ -42,6 +42,7 @@ NAMED_PATHS = (
     *OPEN_PATHS,
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"),
     *(MESSAGES, f"{MESSAGES}/count_tokens"),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 
 access = logging.getLogger("spec_runtime.access")

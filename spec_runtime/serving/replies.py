@@ -74,7 +74,7 @@ class TokenTexts:
     the text has nothing of them."""
 
     def __init__(self, codec: Codec, ending: frozenset[int]) -> None:
-        self._decode = codec.decode
+        self._decode, self._spelled = codec.decode, codec.spelled
         self._ending = ending
         self._before = codec.encode(WORD, special_tokens=False)
 
@@ -117,10 +117,15 @@ class TokenTexts:
 
     def prompt(self, echo: Echo) -> Object:
         """Returns the object `logprobs` of a prompt, whose first token has none."""
-        stream = TextStream(self._decode)
-        for token in echo.token_ids:
-            stream.push(token)
-        begins = [min(end, len(echo.text)) for end in stream.ends[:-1]]
+        begin, ends = -1, [0]
+        for decode in (self._spelled, self._decode):  # a text may have names of control tokens
+            if begin < 0:
+                stream = TextStream(decode)
+                for token in echo.token_ids:
+                    stream.push(token)
+                stream.finish()
+                begin, ends = stream.text.find(echo.text), stream.ends
+        begins = [min(max(0, end - max(0, begin)), len(echo.text)) for end in ends[:-1]]
         rest = self.completion(list(zip(echo.scores, begins, strict=True)), 0)
         first = {"tokens": self.text(echo.token_ids[0]), "text_offset": 0}
         return {key: [first.get(key), *values] for key, values in rest.items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +29,7 @@ from spec_runtime.serving.anthropic.requests import CountRequest, MessagesReques
 from spec_runtime.serving.errors import ApiError, Json, as_api_error
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.replies import Echo, TokenTexts
-from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
+from spec_runtime.serving.schemas import ChatMessage, ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.streams import EventStream, unless_gone
 from spec_runtime.serving.tool_calls import CallReader, MakeReader
@@ -39,6 +40,8 @@ from spec_runtime.text.prompt import Prompt, encode_prompt
 from spec_runtime.waiting.admission import Admission
 
 PREPARATION_SECONDS = 10.0  # a long prompt takes a few tenths
+
+Work = TypeVar("Work")
 
 
 class Service:
@@ -96,21 +99,35 @@ class Service:
 
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
         """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
-        chat, codec = body.as_chat(), self.engine.tokenizer
-        self._check(chat.model, 1)
-        messages = [message.plain() for message in chat.messages]
-        sizes: list[int] = []  # which `prepare` fills
+        chat = body.as_chat()
+        self.require_model(chat.model)
+
+        def encode() -> list[int]:
+            return self.encode_messages(chat.messages, chat.usable_tools, body.is_begun)
+
+        return Json({"input_tokens": len(await self.in_preparation(encode, request))})
+
+    async def in_preparation(self, work: Callable[[], Work], request: Request) -> Work:
+        """Returns what `work` does, in its turn in the thread that prepares requests."""
+        found: list[Work] = []
 
         def prepare() -> list[Call]:
-            try:
-                ids = encode_prompt(codec, messages, False, None, chat.usable_tools, body.is_begun)
-            except UserError as error:
-                raise as_api_error(error, "messages") from error
-            sizes.append(len(ids))
+            found.append(work())
             return []
 
         await self._results(self.begin(prepare, False), request)
-        return Json({"input_tokens": sizes[0]})
+        return found[0]
+
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], tools: Tools | None, is_begun: bool
+    ) -> list[int]:
+        """Returns the ids of messages, however many these are; the last one is the beginning of the
+        answer if it `is_begun`."""
+        plain = [message.plain() for message in messages]
+        try:
+            return encode_prompt(self.engine.tokenizer, plain, False, None, tools, is_begun)
+        except UserError as error:
+            raise as_api_error(error, "messages") from error
 
     async def _chat(
         self,
@@ -184,8 +201,7 @@ class Service:
     ) -> Answers:
         """Puts in the queue a request whose prompts have equally many calls, one after the other.
 
-        `observe` makes of a lane's engine what answers. Raises QueueFull if there is no
-        place.
+        `observe` makes of a lane's engine what answers. Raises QueueFull if there is no place.
         """
         timeout, metrics = self.settings.timeout, self.metrics
         return Answers(self.queue, prepare, is_stream, timeout, metrics, observe, num_prompts)
@@ -265,15 +281,14 @@ class Service:
         return [self.engine.make_call(prompt, params=choice, reuse=reuse) for choice in choices]
 
     def _check(self, model: str | None, num_choices: int) -> None:
-        if model is not None:
-            self.require_model(model)
+        self.require_model(model)
         if num_choices > self.settings.max_choices:
             message = f"This server gives at most {self.settings.max_choices} answers a request."
             raise ApiError(400, message, param="n", code="invalid_value")
 
-    def require_model(self, name: str) -> None:
+    def require_model(self, name: str | None) -> None:
         """Raises ApiError for a model that this server does not have."""
-        if name != self.settings.name:
+        if name is not None and name != self.settings.name:
             message = f"The model `{name}` does not exist; this server has `{self.settings.name}`."
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -57,8 +57,9 @@ _WIDE_FIELD = re.compile(r"[%{][^%{}]{0,100}\d{6}|%[^%a-zA-Z]{0,100}\*|\{[^{}]{0
 class ChatTemplate:
     """Renders a Hugging Face chat template within the limits of this file.
 
-    `special_tokens` are the texts that the template knows by name, such as `eos_token`; `name` is
-    what error messages call the template. Raises UserError if it is not valid.
+    `source` is the template, and `special_tokens` are the texts that it knows by name, such as
+    `eos_token`; `name` is what error messages call the template. Raises UserError if it is not
+    valid.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class ChatTemplate:
         self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
         self._prompter = ToolPrompter(source)
         self._name = name
-        self._special_tokens = dict(special_tokens or {})
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
         if len(source) > MAX_SOURCE:
             raise UserError(
                 f"{name} is not valid: got {len(source)} characters, expected at most {MAX_SOURCE}"
@@ -95,7 +97,7 @@ class ChatTemplate:
         self._environment.limits.start()
         try:
             return self._template.render(
-                self._special_tokens,
+                self.special_tokens,
                 messages=prepared,
                 add_generation_prompt=True,
                 tools=checked_tools,

@@ -45,6 +45,9 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
 
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Returns the text as `decode` does, but with the special tokens, by their names."""
+
     def open_compiler(self, num_logits: int) -> GrammarCompiler:
         """Returns what compiles grammars, for masks of `num_logits`. It is opened once, which takes
         half a second; raises UserError if that fails."""
@@ -124,8 +127,16 @@ class Tokenizer:
         return self._controls.marked(value, by_assistant)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See Codec.decode."""
+        return self._decoded(ids, skip_special_tokens=True)
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """See Codec.spelled."""
+        return self._decoded(ids, skip_special_tokens=False)
+
+    def _decoded(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         with tokenizer_file.no_panics(self._file):
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def matcher(
         self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
