@@ -15,9 +15,10 @@ from starlette.types import ASGIApp
 from spec_runtime import Engine
 from spec_runtime.serving import tokens
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
-from spec_runtime.serving.errors import MESSAGES, Json, add_handlers
+from spec_runtime.serving.errors import MESSAGES, RESPONSES, Json, add_handlers
 from spec_runtime.serving.guards import Guards
 from spec_runtime.serving.page import PAGE_HEADERS, PageRequest, answer, page_html
+from spec_runtime.serving.responses.requests import ResponsesRequest
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings
@@ -63,6 +64,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     return await _service(request).completion(body, request)
+
+
+@router.post(RESPONSES)
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    return await _service(request).responses(body, request)
+
+
+@router.get(f"{RESPONSES}/{{name}}")
+async def response(name: str, request: Request) -> Response:
+    """Returns a response that is kept."""
+    return Json(_service(request).kept.get(name, "response_id").response)
+
+
+@router.delete(f"{RESPONSES}/{{name}}")
+async def delete_response(name: str, request: Request) -> Response:
+    _service(request).kept.remove(name, "response_id")
+    return Json({"id": name, "object": "response", "deleted": True})
 
 
 @router.post(MESSAGES)

@@ -20,6 +20,7 @@ from spec_runtime.waiting.admission import QueueFull
 MAX_MESSAGE = 1200  # characters
 GONE = 499  # what logs call a client that did not wait for its answer
 MESSAGES = "/v1/messages"  # Anthropic's address
+RESPONSES = "/v1/responses"
 NO_THREADS = "thread_unsupported_request"  # by which its client knows to send whole conversations
 # Anthropic's types of errors by status; others are invalid_request_error, or api_error from 500 on.
 ANTHROPICS = {

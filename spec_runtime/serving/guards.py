@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from spec_runtime.serving.errors import (
     GONE,
     MESSAGES,
+    RESPONSES,
     ApiError,
     ClientGone,
     is_anthropics,
@@ -41,7 +42,7 @@ MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (
     *OPEN_PATHS,
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"),
-    *(MESSAGES, f"{MESSAGES}/count_tokens"),
+    *(MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 

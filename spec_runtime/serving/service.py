@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +29,9 @@ from spec_runtime.serving.anthropic.requests import CountRequest, MessagesReques
 from spec_runtime.serving.errors import ApiError, Json, as_api_error
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.replies import Echo, TokenTexts
+from spec_runtime.serving.responses.replies import ResponseReply
+from spec_runtime.serving.responses.requests import ResponsesRequest
+from spec_runtime.serving.responses.store import ResponseStore
 from spec_runtime.serving.schemas import ChatMessage, ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.streams import EventStream, unless_gone
@@ -56,6 +59,7 @@ class Service:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.started = int(time.time())
+        self.kept = ResponseStore()
         parallel = settings.parallel or engine.most_parallel
         self.batch = Batch(engine, parallel, settings.max_gap)
         self.batch.on_pass = self.metrics.count_pass
@@ -97,6 +101,22 @@ class Service:
 
         return await self._chat(body.as_chat(), request, make_reply, body.is_begun)
 
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answers /v1/responses, as the chat that says the same after what is kept."""
+        before, previous = None, body.previous_response_id
+        if previous is not None:
+            before = self.kept.get(previous, "previous_response_id")
+        chat = body.as_chat(() if before is None else before.items)
+
+        def keep(response: dict[str, Any]) -> None:
+            if body.store is not False:
+                self.kept.keep(response, before, body.items)
+
+        def make_reply(make_reader: MakeReader | None) -> Reply:
+            return ResponseReply(self.settings.name, body.repeated(), make_reader, keep)
+
+        return await self._chat(chat, request, make_reply, field="input")
+
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
         """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
         chat = body.as_chat()
@@ -135,9 +155,11 @@ class Service:
         request: Request,
         make_reply: Callable[[MakeReader | None], Reply],
         is_begun: bool = False,
+        field: str = "messages",
     ) -> Response:
         """Answers a chat, whose last message is the beginning of the answer if it `is_begun`.
-        `make_reply` gets what makes a reader of tool calls, if the chat has tools."""
+        `make_reply` gets what makes a reader of tool calls, if the chat has tools. `field` is the
+        request's that holds the messages."""
         self._check(body.model, body.num_choices)
         messages = [message.plain() for message in body.messages]
         template = self.engine.tokenizer.template
@@ -145,7 +167,7 @@ class Service:
         tools = body.usable_tools
 
         def prepare() -> list[Call]:
-            prompt = self._encoded(messages, "messages", tools=tools, continue_final=is_begun)
+            prompt = self._encoded(messages, field, tools=tools, continue_final=is_begun)
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced

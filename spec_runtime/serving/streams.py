@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from spec_runtime.serving.errors import ApiError, ClientGone, body_of, dumped, is_anthropics
+from spec_runtime.serving.errors import RESPONSES, ApiError, ClientGone, body_of, dumped
 
 Work = TypeVar("Work")
 
@@ -70,8 +70,11 @@ def is_event_stream(start: Message) -> bool:
 
 def last_event(error: ApiError, path: str) -> Message:
     """Returns the message that ends a stream of events, asked for at `path`, with an error."""
-    write = typed_event_of if is_anthropics(path) else event_of
-    return _body(write(body_of(error, path)), more=False)
+    body = body_of(error, path)
+    if path == RESPONSES:  # clients look for the error's fields, or for `error`
+        body = {**body["error"], **body, "type": "error"}
+    write = typed_event_of if "type" in body else event_of
+    return _body(write(body), more=False)
 
 
 def event_of(content: object) -> str:

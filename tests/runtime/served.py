@@ -39,6 +39,17 @@ def toy_engine(max_length: int = 400) -> Engine:
     )
 
 
+def tool_engine() -> Engine:
+    """Returns an engine whose answers can be kept inside a grammar, and so be calls of tools."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from bpe_tokenizer import BpeTokenizer
+
+    tags = {"<tool_call>": False, "</tool_call>": False}  # added tokens, as Qwen's
+    tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), tags)
+    size = tokenizer.vocab_size
+    return make_engine("parallelspec", vocab_size=size, max_length=1500, tokenizer=tokenizer)
+
+
 class Served:
     """A server on a port of its own."""
 
@@ -130,6 +141,16 @@ def events(text: str) -> list[Any]:
     for block in text.strip().split("\n\n"):
         data = block.removeprefix("data: ")
         found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def typed_events(text: str) -> list[Any]:
+    """Returns the events of a stream, each of which is named as its type."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
     return found
 
 

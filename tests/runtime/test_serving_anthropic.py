@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
-from served import HELLO, Served, held, served, toy_engine
-from test_serving_messages import TOOLS, tool_engine
+from served import HELLO, Served, held, served, tool_engine, toy_engine
+from test_serving_messages import TOOLS
 
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
 

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, held, post, served, toy_engine
-from toy_backend import CHATML, ByteTokenizer
+from served import CHAT, HELLO, held, post, served, tool_engine, toy_engine, typed_events
+from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
-from spec_runtime import Chunk, Engine, GenerationResult, Stats
+from spec_runtime import Chunk, GenerationResult, Stats
 from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.anthropic.requests import MessagesRequest
 from spec_runtime.serving.tool_calls import CallReader
-from spec_runtime.text.chat_template import ChatTemplate
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 BODY = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
@@ -34,16 +33,6 @@ CALL = '{"name": "look_up", "arguments": {"name": "Ada"}}'
 def client() -> Iterator[Any]:
     with served(max_body=20_000, max_prompt=300) as running, running.client() as made:
         yield made
-
-
-def typed_events(text: str) -> list[Any]:
-    """Returns the events of a stream, each of which is named as its type."""
-    found = []
-    for block in text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 def message_of(events: list[Any]) -> Any:
@@ -291,16 +280,6 @@ def test_an_answer_fits_the_schema_of_its_format() -> None:
 
 
 # ---- tools ----
-
-
-def tool_engine() -> Engine:
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    from bpe_tokenizer import BpeTokenizer
-
-    tags = {"<tool_call>": False, "</tool_call>": False}  # added tokens, as Qwen's
-    tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), tags)
-    size = tokenizer.vocab_size
-    return make_engine("parallelspec", vocab_size=size, max_length=1500, tokenizer=tokenizer)
 
 
 def test_a_call_is_forced_and_its_result_goes_back() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from served import HELLO, Served, held, served, toy_engine
+from pydantic import BaseModel
+from served import HELLO, Served, held, served, tool_engine, toy_engine
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
@@ -59,6 +60,53 @@ def test_a_completion_and_the_models(client: Any) -> None:
     assert len(reply.choices[0].logprobs.token_logprobs) == 5
 
 
+def test_a_response_whole_streamed_and_gone_on_from(client: Any) -> None:
+    body = {"model": "toy", "max_output_tokens": 25, "temperature": 0}
+    expected = toy_engine().generate(HELLO, max_new_tokens=25)
+    whole = client.responses.create(**body, input="hello")
+    assert whole.output_text == expected.text
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.usage.output_tokens == 25
+    with client.responses.stream(**body, input=HELLO, store=False) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == expected.text
+    assert len(deltas) > 2
+    assert client.responses.retrieve(whole.id).output_text == expected.text
+    more = client.responses.create(**body, input="and you?", previous_response_id=whole.id)
+    turns = [*HELLO, {"role": "assistant", "content": expected.text}]
+    turns.append({"role": "user", "content": "and you?"})
+    assert more.output_text == toy_engine().generate(turns, max_new_tokens=25).text
+    client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError) as lost:
+        client.responses.retrieve(whole.id)
+    assert lost.value.code == "response_not_found"
+
+
+class Person(BaseModel):
+    name: Literal["Ada", "Bob"]
+
+
+def test_a_response_is_parsed_and_calls_a_tool() -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    body = {"model": "toy", "input": HELLO, "temperature": 0, "max_output_tokens": 90}
+    look_up = openai.pydantic_function_tool(Person, name="look_up")["function"]
+    tools = [{"type": "function", **look_up}]
+    with served(tool_engine()) as server, client_of(server, "any") as client:
+        parsed = client.responses.parse(**body, text_format=Person).output_parsed
+        assert parsed.name in ("Ada", "Bob")
+        forced = {**body, "tools": tools, "tool_choice": "required"}
+        with client.responses.stream(**forced) as stream:
+            events = list(stream)
+            response = stream.get_final_response()
+        (call,) = response.output
+        assert call.parsed_arguments.keys() == {"name"}
+        arguments = [e.arguments for e in events if e.type.endswith("arguments.done")]
+        assert arguments == [call.arguments]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+        turn = {**body, "input": [output], "previous_response_id": response.id}
+        assert client.responses.create(**turn, tools=tools).output_text
+
+
 def test_errors_are_the_clients(client: Any, server: Served) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         ask(client, model="gpt-5")
@@ -80,3 +128,9 @@ def test_an_error_in_the_midst_of_a_stream_is_raised() -> None:
         pytest.raises(openai.APIError, match=r"not complete after 0.4 s"),
     ):
         list(ask(client, temperature=0, stream=True))
+    with (
+        held(num_runs=2, timeout=0.4) as (server, _, _),
+        client_of(server, "any") as client,
+        pytest.raises(openai.APIError, match=r"not complete after 0.4 s"),
+    ):
+        list(client.responses.create(model="toy", input="hello", temperature=0, stream=True))

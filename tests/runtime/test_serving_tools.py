@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, post, served, stream
-from toy_backend import CHATML, ByteTokenizer
-from toy_engine import make_engine
+from served import CHAT, HELLO, post, served, stream, tool_engine
+from toy_backend import ByteTokenizer
 
-from spec_runtime import Chunk, Engine, GenerationResult, Stats
+from spec_runtime import Chunk, GenerationResult, Stats
 from spec_runtime.serving.replies import TokenTexts
 from spec_runtime.serving.tool_calls import CallReader
 from spec_runtime.serving.writers import ChatWriter
-from spec_runtime.text.chat_template import ChatTemplate
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")
-from bpe_tokenizer import BpeTokenizer  # noqa: E402
 
 PERSON = {
     "type": "object",
@@ -34,16 +31,9 @@ TOOLS = [
 ]
 
 
-def engine() -> Engine:
-    tags = {"<tool_call>": False, "</tool_call>": False}  # added tokens, as Qwen's
-    tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), tags)
-    size = tokenizer.vocab_size
-    return make_engine("parallelspec", vocab_size=size, max_length=1500, tokenizer=tokenizer)
-
-
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    with served(engine()) as running, running.client() as made:
+    with served(tool_engine()) as running, running.client() as made:
         yield made
 
 
@@ -69,7 +59,7 @@ def test_an_answer_fits_its_schema(client: Any) -> None:
     found = json.loads(choice["message"]["content"])
     assert set(found) == {"name", "fame"}
     assert choice["finish_reason"] == "stop"
-    expected = engine().generate(HELLO, response_format=format)
+    expected = tool_engine().generate(HELLO, response_format=format)
     assert choice["message"]["content"] == expected.text
 
 

@@ -1,0 +1,214 @@
+"""Describes the requests of OpenAI's Responses API that the server takes, as chats that say the
+same.
+
+Unknown fields are refused, and known ones without an effect on the answer are taken and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MaxLen
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from spec_runtime.errors import UserError
+from spec_runtime.mapping import brief
+from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole
+
+Object = dict[str, Any]
+TEXT_PARTS = ("input_text", "output_text", "text")
+ROLES = ("user", "assistant", "system", "developer")
+LOGPROBS = "message.output_text.logprobs"
+# Fields that a response repeats as they were asked for.
+REPEATED = (
+    *("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id"),
+    *("metadata", "temperature", "text", "tool_choice", "tools", "top_p", "user"),
+)
+
+
+class TextConfig(BaseModel):
+    """Says how the answer is written; its verbosity changes nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Object | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(BaseModel):
+    """Holds the body of a request to /v1/responses."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    input: str | list[Object]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Whole, Ge(1)] | None = None
+    previous_response_id: str | None = None
+    store: Flag | None = None
+    stream: Flag | None = None
+    temperature: Annotated[Number, Ge(0), Le(2)] | None = None
+    top_p: Annotated[Number, Ge(0), Le(1)] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[Object], MaxLen(128)] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: Flag | None = None
+    metadata: Object | None = None
+    user: str | None = None
+
+    # Taken where they ask for nothing more.
+    background: Literal[False] | None = None
+    top_logprobs: Annotated[Whole, Ge(0), Le(0)] | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+
+    # Taken and ignored.
+    include: list[str] | None = None
+    stream_options: Object | None = None
+    reasoning: Object | None = None
+    service_tier: str | None = None
+    context_management: list[Object] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ResponsesRequest:
+        if LOGPROBS in (self.include or ()):
+            raise UserError(f"'include' has {LOGPROBS!r}, which /v1/chat/completions has only")
+        is_free = (self._format or {"type": "text"}).get("type") == "text"
+        if self.tool_choice not in (None, "none", "auto"):
+            if not self.tools:
+                raise UserError("'tool_choice' is only allowed when 'tools' are specified")
+            if not is_free:
+                raise UserError("a 'tool_choice' that asks for a call excludes 'text.format'")
+        return self
+
+    @property
+    def _format(self) -> Object | None:
+        return None if self.text is None else self.text.format
+
+    @property
+    def items(self) -> list[Object]:
+        """Returns what this request adds to the conversation."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return self.input
+
+    def as_chat(self, before: Sequence[Object]) -> ChatRequest:
+        """Returns the chat that says the same; `before` are the items of the conversation so far.
+        Raises UserError for items and tools that cannot be served."""
+        messages = messages_of([*before, *self.items])
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if not messages:
+            raise UserError("got input [], expected at least one message", param="input")
+        format = self._format
+        return ChatRequest.model_construct(
+            model=self.model,
+            messages=[ChatMessage(**message) for message in messages],
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            tools=None if self.tools is None else [_as_function(tool) for tool in self.tools],
+            tool_choice=_as_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=None if format is None else _response_format(format),
+        )
+
+    def repeated(self) -> Object:
+        """Returns the fields of a response that say what was asked for, with OpenAI's defaults."""
+        said = self.model_dump(include=set(REPEATED))
+        defaults: Object = {
+            "parallel_tool_calls": True,
+            "metadata": {},
+            "temperature": 1.0,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": 1.0,
+        }
+        for name, value in defaults.items():
+            if said[name] is None:
+                said[name] = value
+        return {**said, "truncation": "disabled", "store": self.store is not False}
+
+
+def messages_of(items: Sequence[Object]) -> list[Object]:
+    """Returns the messages of a chat for the items of a conversation: calls join the assistant's
+    message before them. Raises UserError for an item that cannot be served."""
+    found: list[Object] = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        place = f"item {number} of the conversation"
+        if kind == "message" and item.get("role") in ROLES:
+            found.append({"role": item["role"], "content": _text_of(item.get("content"), place)})
+        elif kind == "function_call" and _has(item, "call_id", "name", "arguments"):
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            found[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output" and _has(item, "call_id"):
+            text = _text_of(item.get("output"), place)
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        elif kind != "reasoning":  # which says nothing to a model that did not write it
+            raise UserError(
+                f"got {brief(repr(item), 120)} as {place}, expected a message with its role, a "
+                "function_call with call_id, name and arguments, or a function_call_output with "
+                "its call_id",
+                param="input",
+            )
+    return found
+
+
+def _has(item: Object, *names: str) -> bool:
+    return all(isinstance(item.get(name), str) for name in names)
+
+
+def _text_of(content: Any, place: str) -> str:
+    """Returns the text of a content, whose parts stand one after the other."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and _has(part, "text")
+        if not is_text:
+            raise UserError(
+                f"got content {brief(repr(part), 80)} in {place}, expected a text or parts of type "
+                "'input_text' or 'output_text': send what it shows or says as text",
+                param="input",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _as_function(tool: Object) -> Object:
+    """Returns a tool in the form of a chat's. Raises UserError for one of OpenAI's servers."""
+    if tool.get("type") != "function":
+        raise UserError(
+            f"got tool {brief(repr(tool), 80)}, expected type 'function': this server runs no "
+            "tools by itself",
+            param="tools",
+        )
+    known = {"name", "description", "parameters"}
+    function = {key: value for key, value in tool.items() if key in known and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _as_choice(choice: str | Object | None) -> str | Object | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(format: Object) -> Object:
+    """Returns a chat's form of what an answer has to be; what is none, the engine refuses."""
+    if format.get("type") != "json_schema":
+        return format
+    schema = {"name": format.get("name"), "schema": format.get("schema")}
+    return {"type": "json_schema", "json_schema": schema}
