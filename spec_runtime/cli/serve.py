@@ -49,6 +49,15 @@ AllowHost = Annotated[
         show_default="on loopback its names, elsewhere any",
     ),
 ]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin",
+        metavar="ORIGIN",
+        help="A site whose scripts may ask from browsers, such as https://chat.example; repeatable",
+        show_default="none",
+    ),
+]
 MapWeights = Annotated[
     bool | None,
     typer.Option(
@@ -70,6 +79,7 @@ def command(
     name: Name = None,
     api_key_env: ApiKeyEnv = None,
     allow_host: AllowHost = None,
+    cors_origin: CorsOrigin = None,
     map_weights: MapWeights = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, and a page to look at."""
@@ -85,6 +95,7 @@ def command(
         name=name or manifest.name,
         api_key=None if api_key_env is None else key_from(api_key_env),
         hosts=hosts or None,
+        cors_origins=tuple(cors_origin or ()),
         **limits,
     )
     if loading["threads"] is None and workers > 1:

@@ -16,7 +16,7 @@ from spec_runtime import Engine
 from spec_runtime.serving import tokens
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serving.errors import MESSAGES, RESPONSES, Json, add_handlers
-from spec_runtime.serving.guards import Guards
+from spec_runtime.serving.guards import guarded
 from spec_runtime.serving.page import PAGE_HEADERS, PageRequest, answer, page_html
 from spec_runtime.serving.responses.requests import ResponsesRequest
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
@@ -28,16 +28,13 @@ router = APIRouter()
 
 
 def make_app(engine: Engine, settings: Settings) -> ASGIApp:
-    """Returns the ASGI app that serves `engine`, which other code must not close while it runs.
-
-    No header allows pages of other origins to read its answers (CORS is off).
-    """
+    """Returns the ASGI app that serves `engine`, which other code must not close while it runs."""
     service = Service(engine, settings)
-    return Guards(make_unguarded_app(service), settings, service.metrics)
+    return guarded(make_unguarded_app(service), settings, service.metrics)
 
 
 def make_unguarded_app(service: Service) -> FastAPI:
-    """Returns the app without what has to stand in front of it, see guards.Guards."""
+    """Returns the app without what has to stand in front of it, see guards.guarded."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

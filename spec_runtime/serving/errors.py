@@ -32,6 +32,25 @@ ANTHROPICS = {
     504: "timeout_error",
 }
 
+# What stands here for fields that other servers have.
+INSTEAD = {
+    **dict.fromkeys(
+        ("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"),
+        "'max_tokens'",
+    ),
+    "repeat_penalty": "'repetition_penalty'",
+    **dict.fromkeys(("stop_strings", "stop_words", "until"), "'stop'"),
+    **dict.fromkeys(("guided_json", "json_schema"), "'response_format' of type 'json_schema'"),
+    **dict.fromkeys(("guided_regex", "guided_choice"), "'response_format' of type 'regex'"),
+    **dict.fromkeys(("guided_grammar", "grammar"), "'response_format' of type 'ebnf'"),
+    "structured_outputs": "'response_format'",
+    "prompt_logprobs": "'echo' with 'logprobs' at /v1/completions",
+    "suffix": "a 'prompt' in the form in which the model fills in text",
+    "return_token_ids": "'/tokenize'",
+    **dict.fromkeys(("content", "text"), "'prompt'"),
+    **dict.fromkeys(("functions", "function_call"), "'tools' and 'tool_choice'"),
+}
+
 log = logging.getLogger("spec_runtime")
 
 
@@ -192,10 +211,12 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"We could not parse the JSON body of your request: {why}.")
     name = _named(place)
+    instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
     if kind == "extra_forbidden":  # the place ends with the unknown field, whatever its name is
         outer, field = _named(place[:-1]), brief(place[-1], 80)
         name = f"{outer}.{field}" if outer else field
-        return ApiError(400, f"Unrecognized request argument supplied: {name}", param=name)
+        message = f"Unrecognized request argument supplied: {name}{instead}"
+        return ApiError(400, message, param=name)
     if kind == "value_error" and not place:  # two fields that do not go together
         return ApiError(400, problem["msg"].removeprefix("Value error, ") + ".")
     if not place:
@@ -206,7 +227,7 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, message, param=name, code="missing_required_parameter")
     what = problem["msg"].removeprefix("Value error, ")
     got = brief(repr(problem.get("input")), 80)
-    message = f"Invalid '{name}': got {got}, {what[:1].lower() + what[1:]}."
+    message = f"Invalid '{name}': got {got}, {what[:1].lower() + what[1:]}{instead}."
     return ApiError(400, message, param=name, code="invalid_value")
 
 

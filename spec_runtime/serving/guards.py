@@ -18,6 +18,7 @@ import uuid
 from contextlib import suppress
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spec_runtime.serving.errors import (
@@ -48,6 +49,22 @@ NAMED_PATHS = (
 
 access = logging.getLogger("spec_runtime.access")
 log = logging.getLogger("spec_runtime")
+
+
+def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False) -> ASGIApp:
+    """Returns an app behind Guards. Scripts of the sites in `settings.cors_origins` may ask it from
+    browsers, and read its answers and errors; no cookies go with that."""
+    inner = Guards(app, settings, metrics, has_ids)
+    if not settings.cors_origins:
+        return inner
+    return CORSMiddleware(
+        inner,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("X-Request-Id", "Retry-After"),
+    )
 
 
 class Guards:

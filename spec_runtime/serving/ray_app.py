@@ -39,7 +39,7 @@ from spec_runtime.load import LoadOptions
 from spec_runtime.options import declared
 from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
-from spec_runtime.serving.guards import Guards
+from spec_runtime.serving.guards import guarded
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics
 from spec_runtime.serving.processes import open_compiler, set_up_logs
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of
@@ -91,7 +91,7 @@ class Arguments(Declared):  # type: ignore[misc]
     A replica has up to `max_ongoing_requests`, of which it answers one at a time; up to
     `max_queued_requests` wait in the front for a place, and further ones get 429. A replica that is
     stopped has `grace` seconds to finish its requests. `api_key_env` names an environment variable
-    of the front's process, and `hosts` are those of Settings.
+    of the front's process; `hosts` and `cors_origins` are those of Settings.
     """
 
     bundle: str
@@ -107,6 +107,7 @@ class Arguments(Declared):  # type: ignore[misc]
 
     api_key_env: str | None = None
     hosts: tuple[str, ...] | None = None
+    cors_origins: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check_scale(self) -> Self:
@@ -186,6 +187,7 @@ class Front:
             "front",
             api_key=None if variable is None else key_from(variable),
             hosts=arguments.hosts,
+            cors_origins=arguments.cors_origins,
             **arguments.limits,
         )
         self._replicas = replicas
@@ -202,7 +204,7 @@ class Front:
             Route("/metrics", self._scrape),
             Mount("/", Relay(self._ask, self._settings.timeout, self._metrics)),
         ]
-        return Guards(Router(routes), self._settings, self._metrics, has_ids=True)
+        return guarded(Router(routes), self._settings, self._metrics, has_ids=True)
 
     async def _ask(self, scope: Scope, body: bytes) -> Messages:
         """Yields the messages of one replica's answer. Raises what Relay expects."""

@@ -23,12 +23,13 @@ def usage(results: Sequence[GenerationResult], num_prompts: int = 1) -> Object:
     prompt = sum(result.stats.prompt_tokens for result in each_prompt)
     reused = sum(result.stats.reused_tokens for result in each_prompt)
     completion = sum(len(result.token_ids) for result in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": reused},
-    }
+    return {**counted(prompt, completion), "prompt_tokens_details": {"cached_tokens": reused}}
+
+
+def counted(prompt: int, completion: int) -> Object:
+    """Returns the object `usage` of so many tokens."""
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Le, MaxLen
 from pydantic import (
+    AfterValidator,
     AllowInfNan,
     BaseModel,
     ConfigDict,
@@ -24,7 +25,8 @@ from spec_runtime.options import declared, members_of
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
-MAX_STOPS, MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 4, 20, 5
+MAX_STOPS, MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 16, 20, 5
+AS_FITS = -1  # as a number of tokens: as many as the context has room for
 SMALLEST_TOP_P = 1e-6  # stands for 0, which OpenAI allows: only the likeliest token
 
 Whole = Annotated[int, Strict()]
@@ -33,9 +35,22 @@ Flag = Annotated[bool, Strict()]
 Penalty = Annotated[Number, Ge(-2), Le(2)]
 Ids = list[Annotated[Whole, Ge(0)]]
 
+
+def _not_zero(number: int) -> int:
+    """Raises ValueError for a chat of no tokens."""
+    if number == 0:
+        raise ValueError(f"expected 1 or more, or {AS_FITS} for as many as fit")
+    return number
+
+
+# Of a completion, where 0 reads the prompt and answers nothing; and of a chat.
+MostTokens = Annotated[Whole, Ge(AS_FITS)]
+SomeTokens = Annotated[MostTokens, AfterValidator(_not_zero)]
+
 # Fields of SamplingParams whose bounds OpenAI has narrower, or whose form in JSON is another.
 OPENAIS: dict[str, Any] = {
     "temperature": Annotated[Number, Ge(0), Le(2)],
+    "top_k": Annotated[Whole, Ge(-1)],  # -1 and 0 are off
     "top_p": Annotated[Number, Ge(0), Le(1)],
     "stop": str | Annotated[list[str], MaxLen(MAX_STOPS)],
     "presence_penalty": Penalty,
@@ -93,6 +108,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: Flag = False
+    continuous_usage_stats: Flag | None = None
     include_obfuscation: Flag | None = None  # ignored: there is nothing to hide on loopback
 
 
@@ -103,20 +119,36 @@ class _Request(BaseModel):
 
     model: str | None = None
     n: Annotated[Whole, Ge(1)] | None = None
-    max_tokens: Annotated[Whole, Ge(1)] | None = None
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
+    min_tokens: Annotated[Whole, Ge(0)] | None = None
+    response_format: dict[str, Any] | None = None
+    cache_prompt: Flag | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
 
+    prompt_logprobs: None = None  # see errors.INSTEAD
+
     @model_validator(mode="after")
-    def _check_stream_options(self) -> _Request:
+    def _check_request(self) -> _Request:
         if self.stream_options is not None and not self.stream:
             raise UserError("'stream_options' is only allowed when 'stream' is true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise UserError("'max_tokens' and 'max_completion_tokens' exclude each other")
+        if self.min_tokens and not self.is_free:
+            raise UserError("'min_tokens' is not allowed together with 'response_format'")
         return self
 
     @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def is_free(self) -> bool:
+        """Says whether the answer may be any text."""
+        return (self.response_format or {"type": "text"}).get("type") == "text"
+
+    def most_tokens(self, room: int) -> int | None:
+        """Returns the number of tokens asked for, None for none; as many as fit are `room`."""
+        given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return max(1, room) if given == AS_FITS else given
 
     @property
     def num_choices(self) -> int:
@@ -128,14 +160,23 @@ class _Request(BaseModel):
         temperature left out is 1, as OpenAI's."""
         own = {name: getattr(self, name) for name in sampled_fields(SamplingParams)}
         given = {name: value for name, value in own.items() if value is not None}
+        if given.get("top_k", 1) < 1:
+            del given["top_k"]
         if "top_p" in given:
             given["top_p"] = max(given["top_p"], SMALLEST_TOP_P)
         return {"temperature": 1.0, **given}
 
     def _options(self, max_new_tokens: int, logprobs: int | None) -> SamplingOptions:
+        if self.min_tokens is not None and self.min_tokens > max_new_tokens:
+            raise UserError(
+                f"got min_tokens {self.min_tokens}, expected at most the {max_new_tokens} tokens "
+                "that the answer may have",
+                param="min_tokens",
+            )
         return SamplingOptions(
             max_new_tokens=max_new_tokens,
             logprobs=logprobs,
+            response_format=self.response_format,
             **self.sampling,  # type: ignore[typeddict-item]
         )
 
@@ -161,14 +202,15 @@ class ChatRequest(_Request):
     """Holds the body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[Whole, Ge(1)] | None = None
+    max_tokens: SomeTokens | None = None
+    max_completion_tokens: SomeTokens | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[dict[str, Any]], MaxLen(128)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     modalities: list[Literal["text"]] | None = None
+    add_special_tokens: Literal[False] | None = None  # the chat template writes BOS
 
     # Refused unless they are null, as some clients send them.
     functions: None = None
@@ -191,13 +233,12 @@ class ChatRequest(_Request):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise UserError("'top_logprobs' is only allowed when 'logprobs' is true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise UserError("'max_tokens' and 'max_completion_tokens' exclude each other")
         if self.tool_choice is not None and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
-        is_free = (self.response_format or {"type": "text"}).get("type") == "text"
-        if self.tool_choice not in (None, "none", "auto") and not is_free:
+        if self.tool_choice not in (None, "none", "auto") and not self.is_free:
             raise UserError("a 'tool_choice' that asks for a call excludes 'response_format'")
+        if self.tool_choice not in (None, "none", "auto") and self.min_tokens:
+            raise UserError("a 'tool_choice' that asks for a call excludes 'min_tokens'")
         return self
 
     @property
@@ -207,10 +248,8 @@ class ChatRequest(_Request):
 
     def options(self, room: int) -> SamplingOptions:
         """Returns the engine's options; without a number of tokens, `room` is the most."""
-        most = self.max_tokens or self.max_completion_tokens or max(1, room)
-        options = self._options(most, (self.top_logprobs or 0) if self.logprobs else None)
-        options["response_format"] = self.response_format
-        return options
+        most = self.most_tokens(room) or max(1, room)
+        return self._options(most, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 @sampled
@@ -218,7 +257,7 @@ class CompletionRequest(_Request):
     """Holds the body of a request to /v1/completions."""
 
     prompt: str | list[str] | Ids | list[Ids]
-    max_tokens: Annotated[Whole, Ge(0)] | None = None  # 0 reads the prompt only
+    add_special_tokens: Flag | None = None  # BOS before texts, where the tokenizer adds it
     echo: Flag | None = None
     logprobs: Annotated[Whole, Ge(0), Le(MAX_COMPLETION_LOGPROBS)] | None = None
     best_of: Whole | None = None
@@ -240,14 +279,15 @@ class CompletionRequest(_Request):
         return list(self.prompt)  # type: ignore[arg-type]
 
     @property
-    def most_tokens(self) -> int:
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
     def scores_prompts(self) -> bool:
         """Says whether the log-probabilities of the prompts' tokens are asked for, too."""
         return bool(self.echo) and self.logprobs is not None
 
-    def options(self) -> SamplingOptions:
+    def most_tokens(self, room: int) -> int:
+        """Returns the number of tokens to answer; as many as fit are `room`."""
+        most = super().most_tokens(room)
+        return DEFAULT_MAX_TOKENS if most is None else most
+
+    def options(self, room: int) -> SamplingOptions:
         """Returns the engine's options, whose calls have one token at least."""
-        return self._options(max(1, self.most_tokens), self.logprobs)
+        return self._options(max(1, self.most_tokens(room)), self.logprobs)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +24,7 @@ from spec_runtime.lanes.answering import (
 )
 from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.call import Call
+from spec_runtime.sampling import LogitsProcessor
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
@@ -85,11 +87,11 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
-        texts, includes_usage = self._texts(body), body.includes_usage
+        texts = self._texts(body)
 
         def make_reply(make_reader: MakeReader | None) -> Reply:
             writer = ChatWriter(self.settings.name, texts, make_reader)
-            return ChoicesReply(writer, includes_usage)
+            return ChoicesReply(writer, body.stream_options)
 
         return await self._chat(body, request, make_reply)
 
@@ -171,7 +173,7 @@ class Service:
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
-            return self._calls(prompt, SamplingParams(**options), body.num_choices)
+            return self._calls(prompt, SamplingParams(**options), body)
 
         def make_reader() -> CallReader:
             at_most = 1 if body.parallel_tool_calls is False else None
@@ -183,17 +185,18 @@ class Service:
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
         prompts, tokenizer = body.prompts, self.engine.tokenizer
+        room, has_bos = self.engine.target.max_length, body.add_special_tokens is not False
         # `prepare` fills these, and the engine the lists of scores
         echoes: list[Echo] | None = [] if body.echo else None
         scores: dict[Call, list[TokenLogprob]] = {}
         self._check(body.model, body.num_choices * len(prompts))
 
         def prepare() -> list[Call]:
-            params = SamplingParams(**body.options())
+            params = SamplingParams(**body.options(room))
             calls: list[Call] = []
             for prompt in prompts:
-                ids = self._encoded(prompt, "prompt", raw=True)
-                choices = self._calls(ids, params, body.num_choices, not body.scores_prompts)
+                ids = self._encoded(prompt, "prompt", raw=True, has_bos=has_bos)
+                choices = self._calls(ids, params, body)
                 if echoes is not None:  # ids that are no tokens were refused above
                     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
                     for call in choices:
@@ -205,12 +208,12 @@ class Service:
         def observe(lane: Engine) -> Answering:
             answering: Answering = lane
             if body.scores_prompts and body.logprobs is not None:
-                engine = undrafted(lane) if body.most_tokens < 2 else lane
+                engine = undrafted(lane) if body.most_tokens(room) < 2 else lane
                 answering = ScoringEngine(engine, body.logprobs, scores)
-            return answering if body.most_tokens else ReadingEngine(answering)
+            return answering if body.most_tokens(room) else ReadingEngine(answering)
 
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
-        reply = ChoicesReply(writer, body.includes_usage, len(prompts))
+        reply = ChoicesReply(writer, body.stream_options, len(prompts))
         is_stream = bool(body.stream)
         return await self._answer(request, prepare, reply, is_stream, len(prompts), observe)
 
@@ -269,9 +272,13 @@ class Service:
         raw: bool = False,
         tools: Tools | None = None,
         continue_final: bool = False,
+        has_bos: bool = True,
     ) -> list[int]:
-        """Returns the ids of the prompt in this field of the request, within the server's limit."""
+        """Returns the ids of the prompt in this field of the request, within the server's limit.
+        `has_bos` adds to a raw text what the tokenizer adds by itself."""
         try:
+            if isinstance(prompt, str) and not has_bos:
+                prompt = self.engine.tokenizer.encode(prompt, special_tokens=False)
             ids = self.engine.encode(prompt, raw, tools=tools, continue_final=continue_final)
         except UserError as error:
             raise as_api_error(error, field) from error
@@ -294,12 +301,19 @@ class Service:
         return ids
 
     def _calls(
-        self, prompt: list[int], params: SamplingParams, num_choices: int, reuse: bool = True
+        self, prompt: list[int], params: SamplingParams, body: ChatRequest | CompletionRequest
     ) -> list[Call]:
         """Makes the calls of one prompt's choices: with a seed, each one gets a seed of its own."""
-        choices = [params] * num_choices
+        ending = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos)]
+        known = [token for token in ending if token < self.engine.target.vocab_size]
+        if body.min_tokens and known:
+            processor = _not_before(known, len(prompt) + body.min_tokens)
+            params = replace(params, logits_processor=processor)
+        choices = [params] * body.num_choices
         if params.seed is not None:
-            choices = [replace(params, seed=params.seed + i) for i in range(num_choices)]
+            choices = [replace(params, seed=params.seed + i) for i in range(body.num_choices)]
+        is_scored = isinstance(body, CompletionRequest) and body.scores_prompts
+        reuse = not is_scored and body.cache_prompt is not False
         return [self.engine.make_call(prompt, params=choice, reuse=reuse) for choice in choices]
 
     def _check(self, model: str | None, num_choices: int) -> None:
@@ -321,14 +335,30 @@ class Service:
             return TokenTexts(self.engine.tokenizer, frozenset())
         ending = frozenset(body.sampling.get("stop_token_ids", ()))
         if not body.sampling.get("ignore_eos"):
-            ending |= frozenset(self.engine.tokenizer.eos)
+            ending |= frozenset(self._eos)
         return TokenTexts(self.engine.tokenizer, ending)
+
+    @property
+    def _eos(self) -> tuple[int, ...]:
+        return self.engine.tokenizer.eos
 
     def _note_counts(self) -> None:
         admission, metrics = self.admission, self.metrics
         metrics.running.set(min(self.batch.parallel, admission.num_requests))
         metrics.waiting.set(admission.num_waiting)
         metrics.streams.set(admission.num_streams)
+
+
+def _not_before(ending: list[int], length: int) -> LogitsProcessor:
+    """Returns a processor that lets these tokens come only after `length` others, the prompt's
+    among them."""
+
+    def process(tokens: Sequence[int], logits_V: np.ndarray) -> np.ndarray:
+        if len(tokens) < length:
+            logits_V[ending] = -np.inf
+        return logits_V
+
+    return process
 
 
 def _note_results(request: Request, answers: Answers) -> None:

@@ -14,6 +14,7 @@ from spec_runtime.mapping import Checked
 from spec_runtime.options import Option
 
 HOST = r"(\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(:\d*)?"
+ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^*/\s@?#A-Z]+"  # as browsers write it
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -51,19 +52,27 @@ class Settings(ServerLimits):
 
     `name` is the model's id. A request asks for at most `max_choices` answers. Clients have to send
     `api_key`, if there is one. `hosts` are the names by which requests may address the server, of
-    which a port is left out; None allows all. Raises UserError for an empty key, and for a host
-    that is neither a name nor an address.
+    which a port is left out; None allows all. Scripts of the sites `cors_origins` may read answers,
+    "*" of all. Raises UserError for an empty key, for a host that is neither a name nor an address,
+    and for an origin that is none.
     """
 
     name: str
     max_choices: int = 8
     api_key: str | None = None
     hosts: tuple[str, ...] | None = None
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts is not None:
             object.__setattr__(self, "hosts", tuple(_checked_host(host) for host in self.hosts))
+        for origin in self.cors_origins:
+            if re.fullmatch(ORIGIN, origin) is None:
+                raise UserError(
+                    f"got origin {origin!r}, expected a scheme and a host without a path, such as "
+                    "https://chat.example:8443, or *"
+                )
         if self.api_key is not None and not self.api_key:
             raise UserError("got an empty API key, expected some characters, or None for none")
 

@@ -14,9 +14,11 @@ from spec_runtime.serving.replies import (
     Object,
     ShownTokens,
     TokenTexts,
+    counted,
     finish_reason,
     usage,
 )
+from spec_runtime.serving.schemas import StreamOptions
 from spec_runtime.serving.streams import event_of
 from spec_runtime.serving.tool_calls import CallReader, MakeReader, written
 
@@ -49,11 +51,14 @@ class Writer(Protocol):
 
 
 class ChoicesReply:
-    """Writes a reply in OpenAI's form, whose choices a writer writes."""
+    """Writes a reply in OpenAI's form, whose choices a writer writes. `stream_options` are the
+    request's, if it has some."""
 
-    def __init__(self, writer: Writer, includes_usage: bool, num_prompts: int = 1) -> None:
+    def __init__(
+        self, writer: Writer, stream_options: StreamOptions | None, num_prompts: int = 1
+    ) -> None:
         self._writer = writer
-        self._includes_usage = includes_usage
+        self._options = stream_options or StreamOptions()
         self._num_prompts = num_prompts
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
@@ -62,11 +67,15 @@ class ChoicesReply:
 
     async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
         """Yields the events up to OpenAI's last one, [DONE]."""
-        heading, more = self._writer.heading, {"usage": None} if self._includes_usage else {}
+        heading, options, num_tokens = self._writer.heading, self._options, 0
+        more: Object = {"usage": None} if options.include_usage else {}
         async for index, chunk in answers:
+            num_tokens += len(chunk.token_ids)
+            if options.continuous_usage_stats:
+                more["usage"] = counted(answers.prompt_tokens, num_tokens)
             for choice in self._writer.parts(index, chunk):
                 yield event_of(heading.chunk(choice, **more))
-        if self._includes_usage:
+        if options.include_usage:
             yield event_of(heading.chunk(usage=usage(answers.results, self._num_prompts)))
         yield "data: [DONE]\n\n"
 
