@@ -91,7 +91,7 @@ def test_below_fp32_answers_are_the_same_where_trees_are(
 def test_drafters_run_together_and_each_gets_its_own(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers, names = set[int](), set[str]()
+    numbers, names, joints = set[int](), set[str](), set[JointRuns]()
     run_together = JointRuns._run_together
 
     def compare(joint: JointRuns, runs: Sequence[GraphRun]) -> None:
@@ -102,11 +102,15 @@ def test_drafters_run_together_and_each_gets_its_own(
             assert [*got] == [*run.outputs]
             for name, rows in run.results.items():
                 np.testing.assert_allclose(got[name], rows, rtol=1e-4, atol=1e-4, err_msg=name)
+        joints.add(joint)
         numbers.add(len(runs))
         names.update(run.outputs if len(runs) > 1 else ())
 
     monkeypatch.setattr(JointRuns, "_run_together", compare)
     engine = spec_runtime.load(folder, name, threads=1)
+    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=30, ignore_eos=True)
+    for thread in [each for joint in joints for each in joint.opening.values()]:
+        thread.join()
     engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=30, ignore_eos=True)
     assert max(numbers) == (1 if name in BY_THEMSELVES else NUM_LANES)
     assert ("pair_log_probs" in names) == (name in ("parallelspec", "peagle", "pard"))

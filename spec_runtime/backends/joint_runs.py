@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 from spec_runtime.backends.base import GraphRun, Runtime
 from spec_runtime.backends.cpu import CpuBackend, open_lanes
 from spec_runtime.backends.lanes import Joins
-from spec_runtime.backends.session import as_lender
+from spec_runtime.backends.session import OrtBackend, as_lender
 from spec_runtime.bundle.manifest import (
     LANE_LOGITS,
     LANE_ROWS,
@@ -23,6 +25,9 @@ from spec_runtime.bundle.manifest import (
     lane_name,
     lanes_name,
 )
+from spec_runtime.errors import UserError
+
+log = logging.getLogger("spec_runtime")
 
 Feeds = Mapping[str, np.ndarray]
 Outputs = list[dict[str, np.ndarray]]  # those of each run
@@ -32,7 +37,8 @@ class JointRuns:
     """Runs graphs of drafters for several generations, each with a backend of its own.
 
     A graph with a cache has graphs for several lanes in the bundle, see
-    `spec_export/graphs/lanes.py`, which are opened when first used. One without, whose inputs and
+    `spec_export/graphs/lanes.py`. A thread opens them once two such runs meet, fewer lanes first,
+    and they are used as they come: nobody waits for that. A graph without a cache, whose inputs and
     outputs are rows of nodes, takes those of all generations as it is. Other runs, and those that
     nobody shares, run by themselves.
     """
@@ -48,6 +54,7 @@ class JointRuns:
                 lanes = {n: known[each] for n, each in names.items() if each in known}
                 self._graphs[graph.file] = lanes
         self._opened: dict[str, CpuBackend] = {}
+        self.opening: dict[str, threading.Thread] = {}  # by file of the graph for one
         self._joins = Joins()
 
     def run(self, runs: Sequence[GraphRun]) -> None:
@@ -66,7 +73,27 @@ class JointRuns:
         if len(runs) == 1:
             return 1
         graph = _graph(runs[0])
-        return len(runs) if graph.form == "stateless" else max(self._graphs[graph.file], default=1)
+        if graph.form == "stateless":
+            return len(runs)
+        if graph.file not in self.opening:
+            lane = as_lender(runs[0].backend), runs[0].backend.capacity
+            thread = threading.Thread(target=self._open, args=(graph, *lane))
+            self.opening[graph.file] = thread
+            thread.start()
+        found = self._graphs[graph.file]
+        return max((n for n in found if found[n].file in self._opened), default=1)
+
+    def _open(self, graph: Graph, lane: OrtBackend, capacity: int) -> None:
+        """Opens the graphs for several lanes in place of this one; any lane's buffers will do until
+        they are used."""
+        for num_lanes, each in sorted(self._graphs[graph.file].items()):
+            joined = self._joins.of([lane] * num_lanes)
+            try:
+                found = open_lanes(self._bundle, each, capacity, self._runtime, joined)
+            except UserError as error:
+                log.warning("drafts of several answers run one by one: %s", error)
+                return
+            self._opened[each.file] = found
 
     def _run_together(self, runs: Sequence[GraphRun]) -> None:
         if len(runs) == 1:
@@ -80,14 +107,10 @@ class JointRuns:
             run.results, run.seconds = found, seconds  # it waited for the others
 
     def _run_lanes(self, runs: Sequence[GraphRun]) -> Outputs:
-        """Runs a graph with a cache; there is one for so many lanes."""
+        """Runs a graph with a cache; that for so many lanes is open."""
         outputs, lanes = runs[0].outputs, range(len(runs))
         graph = self._graphs[_graph(runs[0]).file][len(runs)]
         joined = self._joins.of([as_lender(run.backend) for run in runs])
-        if graph.file not in self._opened:
-            bundle, capacity = self._bundle, runs[0].backend.capacity
-            opened = open_lanes(bundle, graph, capacity, self._runtime, joined)
-            self._opened[graph.file] = opened
         backend = self._opened[graph.file]
         backend.borrow(joined.buffers)
         # Outputs with rows are there once for all lanes, the others once a lane.
