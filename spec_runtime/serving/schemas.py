@@ -191,7 +191,7 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as the engine takes it; templates know `developer` as `system`."""
-        message = self.model_dump(exclude_unset=True)
+        message = {name: value for name, value in self if name in self.model_fields_set}
         message["role"] = "system" if self.role == "developer" else self.role
         message.setdefault("content", None)
         return message

@@ -379,6 +379,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "equal to 0"),
     ({"max_output_tokens": 0}, "max_output_tokens", "equal to 1"),
     ({"temperature": 3}, "temperature", "equal to 2"),
+    ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
     ({"messages": HELLO}, "messages", "Unrecognized request argument"),
 ]
 

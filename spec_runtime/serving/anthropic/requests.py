@@ -26,6 +26,7 @@ BLOCKS = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+MAX_STOPS = 64  # each of which is looked for after every token
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's words for Anthropic's
 
 
@@ -185,7 +186,7 @@ class MessagesRequest(CountRequest):
     """Holds the body of a request to /v1/messages."""
 
     max_tokens: Annotated[Whole, Ge(1)]
-    stop_sequences: list[Annotated[str, MinLen(1)]] | None = None
+    stop_sequences: Annotated[list[Annotated[str, MinLen(1)]], MaxLen(MAX_STOPS)] | None = None
     stream: Flag | None = None
     temperature: Annotated[Number, Ge(0), Le(1)] | None = None
     top_p: Annotated[Number, Ge(0), Le(1)] | None = None

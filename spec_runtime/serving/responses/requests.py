@@ -23,7 +23,7 @@ LOGPROBS = "message.output_text.logprobs"
 # Fields that a response repeats as they were asked for.
 REPEATED = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id"),
-    *("metadata", "temperature", "text", "tool_choice", "tools", "top_p", "user"),
+    *("metadata", "temperature", "tool_choice", "tools", "top_p", "user"),
 )
 
 
@@ -54,7 +54,7 @@ class ResponsesRequest(BaseModel):
     tools: Annotated[list[Object], MaxLen(128)] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: Flag | None = None
-    metadata: Object | None = None
+    metadata: dict[str, str] | None = None
     user: str | None = None
 
     # Taken where they ask for nothing more.
@@ -122,12 +122,12 @@ class ResponsesRequest(BaseModel):
 
     def repeated(self) -> Object:
         """Returns the fields of a response that say what was asked for, with OpenAI's defaults."""
-        said = self.model_dump(include=set(REPEATED))
+        said: Object = {name: getattr(self, name) for name in REPEATED}
+        said["text"] = {"format": self._format or {"type": "text"}}
         defaults: Object = {
             "parallel_tool_calls": True,
             "metadata": {},
             "temperature": 1.0,
-            "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_p": 1.0,
