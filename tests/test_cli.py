@@ -237,12 +237,12 @@ def test_no_prompt_on_a_terminal(
 def test_a_warning_is_one_line_on_stderr(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = toy_engine("none")
-    engine._expected = 3.0
+    engine = toy_engine("parallelspec")
+    engine._expected = 60.0
     monkeypatch.setattr(spec_runtime, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", PROMPT, "--max-new-tokens", 70, "--bundle", folder)
     warning, summary = err.split("\n")[1:3]
-    assert warning.startswith("warning: drafter none: accepted length 1.00 in 69 steps, expected")
+    assert warning.startswith("warning: drafter parallelspec: accepted length ")
     assert summary.startswith("70 tokens")
     assert (code, "warning" in out, err.count("warning")) == (0, False, 1)
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -400,6 +401,7 @@ def draft_name(drafter: str, role: str) -> str:
     return f"{drafter}-{role}"
 
 
+@cache
 def lane_name(name: str, lane: int) -> str:
     """Names what a lane has in place of an input, output or free axis of the graph for one."""
     return f"{name}{LANE}{lane}"
