@@ -37,6 +37,7 @@ from spec_runtime.trees.budget import Budget
 from spec_runtime.waiting.interruption import CANCELLED, Interrupted, Interruption
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
+JUDGED_DRAFTS = 12  # and so do fewer drafts, where it paused
 # Drafted tokens accepted a step: at a sixth of those expected weights are doubted. The shipped
 # drafter has a quarter on the hardest of 60 texts, and a twentieth where it reads no features.
 FEW = 6
@@ -614,14 +615,14 @@ class Engine:
         Few accepted guesses are also what weights give that have learnt too little. A wrong drafter
         changes no token, only the speed, so that nothing else would show it.
         """
-        expected, got = self._expected, stats.accepted_length
-        if expected is None or stats.steps < JUDGED_STEPS:
+        expected, got = self._expected, stats.drafted_length
+        if expected is None or stats.steps < JUDGED_STEPS or stats.drafted_steps < JUDGED_DRAFTS:
             return
         doubt = None
         if sum(stats.depth_trials) == sum(stats.depth_accepts) > 0:
-            doubt = f"all drafted tokens were accepted in {stats.steps} steps"
+            doubt = f"all drafted tokens were accepted in {stats.drafted_steps} steps"
         elif is_greedy and got - 1 < (expected - 1) / FEW:  # sampled texts are harder to guess
-            doubt = f"accepted length {got:.2f} in {stats.steps} steps, expected about "
+            doubt = f"accepted length {got:.2f} in {stats.drafted_steps} steps, expected about "
             doubt += f"{expected:.2f}"
         if doubt is not None:
             self._expected = None

@@ -16,6 +16,7 @@ from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.memory import buffer_bytes
+from spec_runtime.costs import first_use
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.writing import sha256
@@ -76,7 +77,11 @@ class LoadOptions(Runtime):
         ),
     ] = None
     profile: Annotated[
-        bool, Option("Use what spec-runtime tune found on this machine, if it was run")
+        bool,
+        Option(
+            "Size trees by what they cost on this machine, as tune or the first use found it, and "
+            "pause where drafts do not pay"
+        ),
     ] = True
     fused: Annotated[
         bool | None,
@@ -167,7 +172,7 @@ def load(
         )
     tokenizer = Tokenizer(bundle)
     target = _open_target(bundle, options)
-    opener = DrafterOpener(bundle, target, options)
+    opener = DrafterOpener(bundle, target, tokenizer, options)
     opened = opener.open(drafter, options.lookup)
     if options.memory and opened.name.rpartition("+")[2] != "prompt_lookup":
         raise UserError(
@@ -212,12 +217,16 @@ class DrafterOpener:
     """Opens drafters of one bundle, all on the same target.
 
     `open` takes the fused step where the options ask for it, and otherwise the profile of this
-    machine where there is one.
+    machine, which it measures where there is none.
     """
 
-    def __init__(self, bundle: bundles.Bundle, target: Target, options: LoadOptions) -> None:
-        self._bundle, self._target, self._options = bundle, target, options
+    def __init__(
+        self, bundle: bundles.Bundle, target: Target, tokenizer: Tokenizer, options: LoadOptions
+    ) -> None:
+        self._bundle, self._target, self._tokenizer = bundle, target, tokenizer
+        self._options = options
         self._known = _drafter_names(bundle)
+        self._measured: dict[profiles.Key, profiles.Profile] = {}
 
     @cached_property
     def bundle_hash(self) -> str:
@@ -238,13 +247,20 @@ class DrafterOpener:
         opened = self._open(name, lookup)
         if not options.profile or name == "none" or options.backend != "onnxruntime":
             return opened
-        profile = profiles.find(profiles.key_of(self._bundle, opened.name, options.threads))
+        key = profiles.key_of(self._bundle, opened.name, options.threads)
+        profile = profiles.find(key) or self._measured.get(key)
+        if profile is None and self._target.lock.is_free_for_thread:
+            engine = Engine(self._target, self._tokenizer, opened)
+            profile = first_use.profile_for(engine, key, self._calibration(name))
+            self._measured[key] = profile  # where nothing can be kept
         return opened if profile is None else _tuned(opened, profile)
 
     def open_lane(self, engine: Engine) -> Engine:
         """Opens an engine like this one on a target of its own, with the same weights."""
         target = _open_target(self._bundle, self._options)
-        opener = DrafterOpener(self._bundle, target, replace(self._options, fused=False))
+        options = replace(self._options, fused=False)
+        opener = DrafterOpener(self._bundle, target, self._tokenizer, options)
+        opener._measured = self._measured
         name, _, merged = engine.drafter.partition("+")
         opened = opener.open(name, bool(merged))._replace(budget=engine.budget)
         kept_bytes = self._options.kept_mb << 20
@@ -299,6 +315,10 @@ class DrafterOpener:
         features = self._bundle.manifest.feature_outputs(entry)
         return OpenedDrafter(name, proposer, budget, features, entry.expected_accepted_length)
 
+    def _calibration(self, name: str) -> dict[str, Any] | None:
+        drafters = self._bundle.manifest.drafters
+        return next((info.calibration for info in drafters if info.name == name), None)
+
     def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
         """Opens a drafter with its fused step; None if there is none and it was not asked for.
 
@@ -348,11 +368,9 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(features=opened.features, is_tuned=True)
     scaled = scale_probabilities(opened.proposer)
-    pauser = DraftPauser(scaled, profile.costs, choice.gain, choice.sampled_gain)
-    # Short accepted lengths cause no warning here: where they do not pay, the drafter pauses.
-    return opened._replace(
-        proposer=pauser, budget=choice.budget, expected_accepted_length=None, is_tuned=True
-    )
+    gain = choice.gain if choice.accepted_length else None
+    pauser = DraftPauser(scaled, profile.costs, gain, choice.sampled_gain)
+    return opened._replace(proposer=pauser, budget=choice.budget, is_tuned=profile.is_tuned)
 
 
 def _drafter_names(bundle: bundles.Bundle) -> list[str]:

@@ -6,10 +6,12 @@ Also bounds the threads of an engine, and gives freed memory back to the system.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import logging
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from spec_runtime.errors import UserError
@@ -109,6 +111,18 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     fields = {name.strip(): value.strip() for name, _, value in pairs}
     found = [fields[name] for name in wanted if name in fields]
     return " ".join(found) or platform.processor() or platform.machine()
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Returns Python's version and those of the distributions that are installed, without importing
+    any of them."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def cache_folder() -> Path:

@@ -25,26 +25,41 @@ from spec_runtime import mapping
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, require_writable, sha256, write_atomically
-from spec_runtime.machine import cache_folder, cpu_model, default_threads
+from spec_runtime.machine import cache_folder, cpu_model, default_threads, versions
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 
 PLAIN = "plain"  # the candidate that is plain decoding
+FIRST_USE = "first use"  # where a profile comes from, see Profile
 
 log = logging.getLogger("spec_runtime")
 
 
 @dataclass(frozen=True)
 class Key:
-    """Names what a profile holds for; `drafter` ends in "+prompt_lookup" where that is merged."""
+    """Names what a profile holds for; `drafter` ends in "+prompt_lookup" where that is merged,
+    `versions` are those of specsplit and ONNX Runtime."""
 
     manifest: str  # sha256 of the bundle's manifest, which has the hashes of all its files
     cpu: str
     threads: int
     precision: str
     drafter: str
+    versions: str = mapping.added_later("")
 
 
 Milliseconds = Annotated[float, Gt(0)]
+
+
+PassTimes = Annotated[tuple[tuple[float, Milliseconds], ...], MinLen(1)]
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Times in milliseconds after `context` committed rows; see Costs for the others."""
+
+    context: int
+    verify: PassTimes
+    plain: Milliseconds
 
 
 @dataclass(frozen=True)
@@ -53,15 +68,32 @@ class Costs:
 
     verify: pairs (nodes, ms of one pass), ascending. draft: drafting one level. level: drafting
     each further level. host: accepting, committing and the rest of a step. plain: a whole step of
-    plain decoding. prefill: one prompt token.
+    plain decoding. prefill: one prompt token. Passes were measured after `context` committed rows,
+    and those of as many nodes after more rows, `far`, if the bundle has room for them.
     """
 
-    verify: Annotated[tuple[tuple[float, Milliseconds], ...], MinLen(1)]
+    verify: PassTimes
     draft: Annotated[float, Ge(0)]
     level: Annotated[float, Ge(0)]
     host: Annotated[float, Ge(0)]
     plain: Milliseconds
     prefill: float
+    context: int = mapping.added_later(0)
+    far: PassCosts | None = mapping.added_later(None)
+
+    def at(self, context: int) -> Costs:
+        """Returns the costs after so many committed rows: on the line through the two contexts
+        that were measured; before the first, those of the first."""
+        far = self.far
+        if far is None:
+            return self
+        share = max(0.0, (context - self.context) / (far.context - self.context))
+        verify = tuple(
+            (n, near_ms + share * max(0.0, far_ms - near_ms))
+            for (n, near_ms), (_, far_ms) in zip(self.verify, far.verify, strict=True)
+        )
+        plain = self.plain + share * max(0.0, far.plain - self.plain)
+        return dataclasses.replace(self, verify=verify, plain=plain, far=None)
 
     def step_ms(self, max_nodes: int) -> tuple[float, ...]:
         """Returns the time of a step with one level of drafting and 1, 2, … max_nodes nodes,
@@ -116,7 +148,8 @@ class Candidate:
 class Profile:
     """The costs and candidates that were found; `chosen` names one of the candidates.
 
-    curve: where the predicted accepted lengths come from, "calibration" (the bundle's) or "run".
+    curve: where it comes from: predictions of `tune` from the "calibration" of the bundle or a
+    "run", or the FIRST_USE of the bundle, without prompts.
     """
 
     key: Key
@@ -135,6 +168,11 @@ class Profile:
         return next(c for c in self.candidates if c.name == self.chosen)
 
     @property
+    def is_tuned(self) -> bool:
+        """True if `tune` found it."""
+        return self.curve != FIRST_USE
+
+    @property
     def plain_wins(self) -> bool:
         """True if plain decoding was chosen."""
         return self.choice.budget is None
@@ -145,7 +183,9 @@ def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
     number of threads."""
     manifest = sha256(opened.path / bundles.MANIFEST)
     precision = opened.manifest.target.precision
-    return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter)
+    found = versions(("specsplit", "onnxruntime", "onnxruntime-gpu"))
+    names = ", ".join(f"{name} {number}" for name, number in found.items())
+    return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter, names)
 
 
 def path_of(key: Key) -> Path:

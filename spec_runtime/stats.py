@@ -27,6 +27,7 @@ class Stats:
     steps: int = 0  # verify passes
     committed_tokens: int = 0  # after truncation
     drafted_tokens: int = 0  # tree nodes without the roots
+    drafted_steps: int = 0  # those whose trees had drafted nodes
     engine_seconds: float = 0.0  # of decoding, spent inside graph runs (target's and drafter's)
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     depth_trials: list[int] = field(default_factory=list)  # [0] is depth 1
@@ -39,6 +40,7 @@ class Stats:
         self.steps += 1
         self.committed_tokens += num_tokens
         self.drafted_tokens += num_drafted
+        self.drafted_steps += num_drafted > 0
         num_tried = num_accepted + missed
         while len(self.depth_trials) < num_tried:
             self.depth_trials.append(0)
@@ -65,6 +67,11 @@ class Stats:
         """Committed tokens per verify step, bonus included: 1.0 for plain decoding, 0.0 without
         steps."""
         return self.committed_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def drafted_length(self) -> float:
+        """Committed tokens per step with drafted nodes, bonus included; 1.0 without such steps."""
+        return 1.0 + ratio(sum(self.depth_accepts), self.drafted_steps)
 
     @property
     def acceptance_by_depth(self) -> list[float]:

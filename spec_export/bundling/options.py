@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_export import drafters as drafter_files
+from spec_export.graphs.four_bits import BLOCKS
 from spec_export.graphs.quantize import PRECISIONS
 from spec_export.training import folders
 from spec_runtime.bundle import manifest as bundles
@@ -57,6 +58,8 @@ class BuildOptions:
     drafter_precision: of the drafters' weights on a CPU, fp32, int8 or int4, see `precision_of`.
     lanes: how many conversations one pass of the target takes, up to 8, see graphs/lanes.py; 1
     leaves those graphs out, and TensorRT has none.
+    int4_block: how many int4 weights share a scale, 32, 64 or 128, where they are not in 4 bits
+    already, see graphs/four_bits.py.
 
     Raises UserError for an unknown name or a combination that cannot be built.
     """
@@ -76,6 +79,7 @@ class BuildOptions:
     drafter_precision: str | None = None
     base: str | None = None
     lanes: int = bundles.MAX_LANES
+    int4_block: int = BLOCKS[-1]
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.target_precision, PRECISIONS)
@@ -91,6 +95,8 @@ class BuildOptions:
         self._require_drafter_precision_fits()
         if not 1 <= self.lanes <= bundles.MAX_LANES:
             raise UserError(f"got {self.lanes} lanes, expected 1 to {bundles.MAX_LANES}")
+        if self.int4_block not in BLOCKS:
+            raise UserError(f"got int4 blocks of {self.int4_block}, expected 32, 64 or 128 weights")
         for name in self.drafters:
             _require_one_of("drafter", name, [*drafter_files.trainable(), *BUILT_IN])
         alone = self.trained_drafters in ([], ["draft_model"]) and not self.drafter_checkpoints

@@ -67,7 +67,8 @@ class GraphWriter:
             tensorrt.adapt(model, precision)
         # Beside a target of another precision an int8 drafter is accepted more often so.
         reduce_range = precision != options.target_precision
-        quantize(model, precision, reduce_range, self.rounding if file == TARGET else None)
+        rounding = self.rounding if file == TARGET else None
+        quantize(model, precision, reduce_range, rounding, options.int4_block)
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)

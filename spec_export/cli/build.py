@@ -53,6 +53,14 @@ DrafterPrecision = Annotated[
         rich_help_panel=DRAFTERS,
     ),
 ]
+Int4Block = Annotated[
+    int,
+    typer.Option(
+        "--int4-block",
+        help="Weights that share a scale at int4, 32, 64 or 128, where they are not in 4 bits "
+        "already: larger blocks are quicker and coarser",
+    ),
+]
 MaxLength = Annotated[
     int | None,
     typer.Option(
@@ -141,6 +149,7 @@ def command(
     form: GraphForm = Form.slots,
     fuse: Fuse = False,
     lanes: Lanes = MAX_LANES,
+    int4_block: Int4Block = 32,
 ) -> None:
     """Build a bundle: the target's and its drafters' graphs, the tokenizer and a manifest.
 
@@ -164,6 +173,7 @@ def command(
         device=device.value,
         fuse=fuse,
         lanes=lanes,
+        int4_block=int4_block,
     )
     options.require_files()  # before torch is imported
 

@@ -3,8 +3,8 @@
 *int8*: every product is row-wise: q = u8(x / s) with zero point 128 and s = max|x| / 127 *of that
 row*, so that a tree node's result does not depend on its siblings. Weights are s8 with one scale
 per output column; the int32 accumulation is exact.
-*int4*: weights are w = d·q + m in blocks of 32 (4-bit checkpoints map exactly): MatMulNBits on d·q,
-plus the block sums of x times m. The LM head is in 8 bits, in blocks of 32.
+*int4*: weights are in blocks with zero points or minima, see `four_bits`: 4-bit checkpoints map
+exactly. The LM head is in 8 bits, in blocks of 32.
 Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps exactly). Experts
 are quantised by `expert_weights`.
 """
@@ -18,11 +18,20 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, input_at, remove_dead
 from spec_export.graphs.expert_weights import quantize_experts, routers
+from spec_export.graphs.four_bits import (
+    BLOCK,
+    LOOKED_AT,
+    Form,
+    form_of,
+    pack_minima,
+    pack_zero_points,
+    unpack_minima,
+    unpack_zero_points,
+)
 from spec_export.graphs.packed import Arrays, Packed
 from spec_export.graphs.rounding import Rounding, num_steps
 from spec_runtime.errors import UserError
 
-BLOCK = 32
 FULL, REDUCED = 127, 63  # the largest int8 weight in the full and in the reduced range
 PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
 # Fusions of taps stay in float: some channels of a residual stream are a hundred times as large as
@@ -37,12 +46,14 @@ def quantize(
     precision: str,
     reduce_range: bool = False,
     rounding: Rounding | None = None,
+    block: int = BLOCK,
 ) -> ir.Model:
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
     weights within ±63. A matrix is read and quantised only when it is written; `rounding` then
-    notes what that changed in the layers' products. Raises UserError if the precision is unknown.
+    notes what that changed in the layers' products. `block` is how many int4 weights share a scale
+    where they are not in 4 bits already. Raises UserError if the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
@@ -52,7 +63,9 @@ def quantize(
     model.opset_imports[MS] = 1
     largest = REDUCED if reduce_range else FULL
     rounding = rounding or Rounding()
-    product = _Int8(edit, largest, rounding) if precision == "int8" else _Int4(edit, rounding)
+    product: _Int8 | _Int4 = _Int4(edit, rounding, block)
+    if precision == "int8":
+        product = _Int8(edit, largest, rounding)
     kept = routers(edit.graph)
     for node in list(edit.graph):
         if node.op_type == "MoE":
@@ -165,30 +178,34 @@ class _Int8:
 
 
 class _Int4:
-    """Makes products of 4-bit weights in blocks of 32 with scale and minimum; the head's have 8."""
+    """Makes products of 4-bit weights in the form of each matrix, see four_bits; the head's have
+    8 bits. `size` is that of the blocks of weights without a form of their own."""
 
-    def __init__(self, edit: GraphEditor, rounding: Rounding) -> None:
-        self.edit, self.rounding = edit, rounding
+    def __init__(self, edit: GraphEditor, rounding: Rounding, size: int) -> None:
+        self.edit, self.rounding, self.size = edit, rounding, size
         self.sums: dict[ir.Value, ir.Value] = {}
-        self.packed: dict[ir.Value, Packed] = {}
+        self.packed: dict[ir.Value, tuple[Packed, Form]] = {}
 
     def __call__(self, node: ir.Node, weight: ir.TensorProtocol, is_head: bool) -> ir.Value:
         edit = self.edit
         x, matrix = input_at(node, 0), input_at(node, 1)
         K, N = weight.shape.numpy()[:: -1 if is_head else 1]
-        blocks = (N, K // BLOCK)
         if matrix not in self.packed:
-            pack = _q8 if is_head else self.rounding.noted(_q4, _from_q4, matrix)
-            self.packed[matrix] = Packed(edit, weight, pack, is_transposed=not is_head)
-        packed = self.packed[matrix]
+            self.packed[matrix] = self._pack(matrix, weight, is_head)
+        packed, form = self.packed[matrix]
+        num_blocks, width = K // form.size, form.size if is_head else form.size // 2
         inputs: list[ir.Value] = [
             x,
-            packed.array(0, np.uint8, (*blocks, BLOCK if is_head else BLOCK // 2), "weight.q"),
-            packed.array(1, np.float32, blocks, "weight.scale"),
+            packed.array(0, np.uint8, (N, num_blocks, width), "weight.q"),
+            packed.array(1, np.float32, (N, num_blocks), "weight.scale"),
         ]
-        if not is_head:  # zero points of 0, two to a byte
-            zero_points = np.zeros((N, (K // BLOCK + 1) // 2), np.uint8)
-            inputs.append(edit.constant(zero_points, "zero_points"))
+        if not is_head:  # two to a byte
+            shape = N, (num_blocks + 1) // 2
+            inputs.append(
+                edit.constant(np.zeros(shape, np.uint8), "zero_points")
+                if form.has_minima
+                else packed.array(2, np.uint8, shape, "weight.zero")
+            )
         (y,) = edit.add(
             node,
             "MatMulNBits",
@@ -197,24 +214,41 @@ class _Int4:
             K=K,
             N=N,
             bits=8 if is_head else 4,
-            block_size=BLOCK,
+            block_size=form.size,
             accuracy_level=4,
         )
-        if is_head:
+        if is_head or not form.has_minima:
             return y
+        minimum = packed.array(2, np.float32, (num_blocks, N), "weight.minimum", turn=True)
+        (offset,) = edit.add(node, "MatMul", [self._sums(node, x, num_blocks), minimum])
+        return edit.add(node, "Add", [y, offset])[0]
+
+    def _pack(
+        self, matrix: ir.Value, weight: ir.TensorProtocol, is_head: bool
+    ) -> tuple[Packed, Form]:
+        """Returns a matrix packed, and how."""
+        if is_head:
+            return Packed(self.edit, weight, _q8), Form(False)
+        form = form_of(weight.numpy()[:, :LOOKED_AT].T, self.size)
+        if form.has_minima:
+            pack = self.rounding.noted(pack_minima, unpack_minima, matrix)
+        else:
+            whole = partial(pack_zero_points, size=form.size)
+            pack = self.rounding.noted(whole, unpack_zero_points, matrix)
+        return Packed(self.edit, weight, pack, is_transposed=True), form
+
+    def _sums(self, node: ir.Node, x: ir.Value, num_blocks: int) -> ir.Value:
+        """Returns the sums of x over blocks."""
         if x not in self.sums:
             # Rows [N, K] and [1, N, K] alike: the sums [N, B] broadcast over both. Only drafters
             # have stacks of rows [M, N, K], in graphs whose shapes are the tracer's.
             is_stack = x.shape is not None and len(x.shape) == 3 and x.shape[0] != 1
             kept = [0, -1] if is_stack else [-1]
-            shape = edit.constant(np.array([*kept, K // BLOCK, BLOCK]))
-            (cut,) = edit.add(node, "Reshape", [x, shape])
-            self.sums[x] = edit.add(
-                node, "ReduceSum", [cut, edit.constant(np.array([-1]))], keepdims=0
-            )[0]
-        minimum = packed.array(2, np.float32, blocks[::-1], "weight.minimum", turn=True)
-        (offset,) = edit.add(node, "MatMul", [self.sums[x], minimum])
-        return edit.add(node, "Add", [y, offset])[0]
+            shape = self.edit.constant(np.array([*kept, num_blocks, BLOCK]))
+            (cut,) = self.edit.add(node, "Reshape", [x, shape])
+            last = self.edit.constant(np.array([-1]))
+            (self.sums[x],) = self.edit.add(node, "ReduceSum", [cut, last], keepdims=0)
+        return self.sums[x]
 
 
 def _in_blocks(rows_NK: np.ndarray) -> np.ndarray:
@@ -250,29 +284,6 @@ def _s8_blocks(rows_NK: np.ndarray) -> Arrays:
     scale = np.abs(blocks).max(-1, keepdims=True) / 127
     q = np.rint(blocks / np.where(scale == 0, 1, scale)).astype(np.int8)
     return q, scale.astype(np.float32)
-
-
-def _q4(rows_NK: np.ndarray) -> Arrays:
-    """Packs rows into 4 bits in blocks, so that w ≈ scale·q + minimum.
-
-    Returns q packed u8[N, B, 16] (value 2j in the low half of a byte, 2j+1 in the high half), scale
-    f32[N, B] and minimum f32[N, B].
-    """
-    blocks = _in_blocks(rows_NK)
-    low, high = blocks.min(-1), blocks.max(-1)
-    scale = (high - low) / num_steps(blocks, low, high, 15)
-    q = (
-        np.rint((blocks - low[..., None]) / np.where(scale == 0, 1, scale)[..., None])
-        .clip(0, 15)
-        .astype(np.uint8)
-    )
-    return q[..., ::2] | (q[..., 1::2] << 4), scale.astype(np.float32), low.astype(np.float32)
-
-
-def _from_q4(packed: Arrays) -> np.ndarray:
-    q, scale, low = packed
-    q = np.stack((q & 15, q >> 4), -1).reshape(*q.shape[:2], BLOCK)
-    return (q * scale[..., None] + low[..., None]).reshape(len(q), -1)
 
 
 def _q8(rows_NK: np.ndarray) -> Arrays:

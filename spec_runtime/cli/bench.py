@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
 
+LOSS = 0.98  # a speed-up below it is no chance
 SPEEDUPS = (
     "speed-up: ratio of tokens/s while decoding; end to end: the same with prefill in the time"
 )
@@ -278,6 +279,16 @@ def _fix_size(engines: "list[Engine]", nodes: int) -> "list[Engine]":
     return [engine.with_budget(Budget(nodes)) for engine in engines]
 
 
+def _losses(results: dict[str, dict[str, Any]]) -> str:
+    """Returns a sentence for each drafter that was slower than plain decoding."""
+    slower = {name: each["overall"]["speedup"] for name, each in results.items() if name != "none"}
+    return "".join(
+        f"\n{visible(name)} does not pay on these prompts: plain decoding is faster"
+        for name, speedup in slower.items()
+        if 0 < speedup < LOSS
+    )
+
+
 def _table(figures: dict[str, Any]) -> Table:
     """Returns the table of one drafter, a row for each category."""
     plain = "plain (modified target) tok/s" if figures["target_modified"] else "plain tok/s"
@@ -285,7 +296,7 @@ def _table(figures: dict[str, Any]) -> Table:
     table = Table(
         title=f"{visible(figures['bundle'])} {figures['precision']}, drafter "
         f"{visible(figures['drafter'])}, {figures['threads']} threads",
-        caption=f"{SPEEDUPS}{skipped}",
+        caption=f"{SPEEDUPS}{skipped}{_losses({figures['drafter']: figures})}",
         **COMPACT,
     )
     table.add_column("prompts from", no_wrap=True)
@@ -318,7 +329,7 @@ def _comparison(figures: dict[str, Any]) -> Table:
         title=f"{visible(figures['bundle'])} {figures['precision']}, {figures['threads']} threads, "
         f"{overall['prompts']} prompts",
         caption=f"{plain}: {overall['plain_tokens_per_second']:.1f} tokens/s, "
-        f"{overall['plain_verify_ms']:.1f} ms a step. {SPEEDUPS}",
+        f"{overall['plain_verify_ms']:.1f} ms a step. {SPEEDUPS}{_losses(figures['drafters'])}",
         **COMPACT,
     )
     table.add_column("drafter", no_wrap=True)

@@ -110,15 +110,16 @@ def _usage(error: typer.BadParameter) -> str:
 
 def _request(command: Sequence[str]) -> str:
     """Returns the line that asks to report a mistake of ours."""
-    from spec_runtime.measure import provenance
+    from spec_runtime.machine import versions
+    from spec_runtime.measure.provenance import PACKAGES
 
-    packages = (*provenance.PACKAGES, "torch", "transformers", "onnx")
-    found = {**provenance.versions(packages), "system": platform.platform()}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items())
+    packages = (*PACKAGES, "torch", "transformers", "onnx")
+    found = {**versions(packages), "system": platform.platform()}
+    listed = ", ".join(f"{name} {version}" for name, version in found.items())
     return (
         "This is a mistake in specsplit, not in what you gave it. Please report it to the "
         f"project's issue tracker with this traceback, the command ({visible(shlex.join(command))})"
-        f" and the versions ({versions})."
+        f" and the versions ({listed})."
     )
 
 

@@ -124,8 +124,11 @@ def summary_line(result: "GenerationResult") -> str:
     """Returns one line that says how much was generated, how fast, and why it ended."""
     stats = result.stats
     caveat = "" if result.preserves_distribution else "; not the target's distribution"
+    rests = ""  # where drafts found or paid little
+    if 0 < stats.drafted_steps < stats.steps / 2:
+        rests = f" (drafts in {stats.drafted_steps} of {stats.steps} steps)"
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-        f"accepted length {stats.accepted_length:.2f}, prefill {stats.prefill_seconds:.2f} s, "
-        f"finished by {result.finish_reason}{caveat}"
+        f"accepted length {stats.accepted_length:.2f}{rests}, "
+        f"prefill {stats.prefill_seconds:.2f} s, finished by {result.finish_reason}{caveat}"
     )

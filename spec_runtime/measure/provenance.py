@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_runtime.files.writing import sha256
-from spec_runtime.machine import cpu_model, default_threads
+from spec_runtime.machine import cpu_model, default_threads, versions
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 
 if TYPE_CHECKING:
@@ -72,18 +70,6 @@ def git_commit(root: Path | None = None) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Returns Python's version and those of the distributions that are installed, without importing
-    any of them."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def command(argv: Sequence[str]) -> list[str]:

@@ -7,7 +7,6 @@ the race decides.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.engine import Engine
-from spec_runtime.errors import UserError
-from spec_runtime.measure.curve import (
+from spec_runtime.costs.curve import (
     Curve,
     Point,
     grown_points,
@@ -25,22 +22,27 @@ from spec_runtime.measure.curve import (
     paying_budget,
     static_points,
 )
-from spec_runtime.profile import PLAIN, Candidate, Costs, Gain, Key, Profile
+from spec_runtime.costs.measured import (
+    Recorder,
+    costs_of,
+    draft_ms,
+    measure_passes,
+    record,
+    without_lookup,
+)
+from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
+from spec_runtime.profile import PLAIN, Candidate, Costs, Gain, Key, PassCosts, Profile
 from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
-from spec_runtime.proposers.base import Drafting, PlainProposer, Proposer
+from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
-from spec_runtime.step import Step
-from spec_runtime.target import LOGITS, Target, Wants
 from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget, Grown
-from spec_runtime.trees.tree import TokenTree, chain_parents
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-CONTEXT_ROWS = 200  # committed while verify is measured
-MIN_ROUNDS, MAX_ROUNDS, VERIFY_SECONDS = 3, 15, 10.0
-RECORD_NODES, DRAFT_NODES, DRAFT_TOKENS = 48, 16, 32
+VERIFY_SECONDS = 5.0  # for each of two contexts
+RECORD_NODES, DRAFT_NODES, DRAFT_TOKENS, DRAFT_DEPTHS = 48, 16, 32, 5
 CLEARLY_FASTER = 1.02  # than plain decoding; what is closer may be chance
 RACE_ROUNDS, RACE_SECONDS = 2, 60.0  # a new round only within this time
 STEP_TOKENS, STEP_OVERHEAD = 2.0, 1.3  # to forecast: tokens of a step, its time over its pass's
@@ -65,96 +67,11 @@ class TuneReport:
     sweep: list[dict[str, float]]
 
 
-class Recorder(ProposerWrapper):
-    """Notes each tree of `proposer`, the path in it that came true, and the seconds it took.
-
-    Trees for which only the root was asked are not noted.
-    """
-
-    def __init__(self, proposer: Proposer) -> None:
-        super().__init__(proposer)
-        self.seen: list[tuple[TokenTree, list[int]]] = []
-        self.seconds: list[float] = []
-        self._tree: TokenTree | None = None
-
-    def drafting(self, token: int, budget: Budget) -> Drafting:
-        begin = time.perf_counter()
-        tree = yield from super().drafting(token, budget)
-        self._tree = None if budget.is_root_only else tree
-        if self._tree is not None:
-            self.seconds.append(time.perf_counter() - begin)
-        return tree
-
-    def commit(self, step: Step) -> None:
-        if self._tree is not None:
-            self.seen.append((self._tree, [0, *self._tree.follow(step.tokens)]))
-        super().commit(step)
-
-
-def measure_verify(
-    target: Target, tokens: Sequence[int], sizes: Sequence[int], wants: Wants
-) -> tuple[float, dict[int, float]]:
-    """Returns the milliseconds of one target pass: in plain decoding, and by tree size.
-
-    Passes over trees return what `wants` says, those of plain decoding only logits. The times are
-    medians of interleaved rounds after some 200 committed rows, which are `tokens` repeated.
-    """
-    with target.alone():
-        num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
-        target.prefill((list(tokens) * num_rows)[:num_rows])
-        settings = [(1, LOGITS), *((n, wants) for n in sizes)]
-        seconds: dict[tuple[int, Wants], list[float]] = {setting: [] for setting in settings}
-        start = time.perf_counter()
-        for turn in range(1 + MAX_ROUNDS):
-            for n, each in settings[:: -1 if turn % 2 else 1]:
-                tree = TokenTree(np.resize(np.array(tokens, np.int64), n), chain_parents(n) // 2)
-                begin = time.perf_counter()
-                verified = target.verify(tree, each)
-                if each.features:
-                    verified.features([0])
-                if turn:  # the first round warms up
-                    seconds[n, each].append(time.perf_counter() - begin)
-            if turn >= MIN_ROUNDS and time.perf_counter() - start > VERIFY_SECONDS:
-                break
-        target.truncate(0)
-    ms = {setting: 1000 * statistics.median(values) for setting, values in seconds.items()}
-    return ms[1, LOGITS], {n: ms[n, wants] for n in sizes}
-
-
 def decoding(engine: Engine, budget: Budget | None) -> Engine:
     """Returns `engine` with this budget, run as a profile's choice is; None is plain decoding."""
     if budget is None:
         return engine.observed(lambda _: PlainProposer(), Budget(1))
     return engine.observed(scale_probabilities, budget)
-
-
-def _without_lookup(proposer: Proposer) -> Proposer:
-    """Returns the drafter without prompt lookup's candidates."""
-    if isinstance(proposer, MergedProposer) and proposer.has_drafter:
-        return proposer.drafter
-    return proposer
-
-
-def _draft_ms(
-    engine: Engine, recorder: Recorder, prompt: list[int], max_nodes: int
-) -> tuple[float, float]:
-    """Returns the milliseconds of `engine`'s proposer with one level, and those of each further
-    level.
-
-    A drafter that runs a graph is timed over `prompt` with trees of several depths, and both times
-    follow by least squares. One that runs none takes the time that the recorder saw, at any depth.
-    """
-    if recorder.run_seconds <= 0:
-        return 1000 * statistics.median(recorder.seconds or [0.0]), 0.0
-    num_levels = max((int(tree.depth_N.max()) for tree, _ in recorder.seen), default=1)
-    depths = np.unique(np.linspace(1, max(1, num_levels), 5).round().astype(int))
-    ms_D = []
-    for depth in depths.tolist():
-        timed, _ = _record(engine, Budget(max_nodes, max_depth=depth), [prompt], DRAFT_TOKENS)
-        ms_D.append(1000 * statistics.median(timed.seconds or [0.0]))
-    slope = float(np.polyfit(depths, ms_D, 1)[0]) if len(depths) > 1 else 0.0
-    level = max(0.0, slope)
-    return max(0.0, float(np.mean(ms_D) - level * np.mean(depths - 1))), level
 
 
 def race(
@@ -190,20 +107,6 @@ def race(
     return {name: Stats.total(stats) for name, stats in parts.items()}
 
 
-def _record(
-    engine: Engine,
-    budget: Budget,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-) -> tuple[Recorder, Stats]:
-    """Decodes the prompts once with this budget; returns its trees and the total."""
-    recorder = Recorder(engine.proposer)
-    engines = {"run": engine.observed(lambda _: recorder, budget)}
-    stats = race(engines, prompts, max_new_tokens, num_rounds=1, temperature=temperature)
-    return recorder, stats["run"]
-
-
 def tune(
     engine: Engine,
     prompts: Sequence[list[int]],
@@ -232,14 +135,14 @@ def tune(
 
     on_stage("verify")
     longest = max(prompts, key=len)
-    verify_ms = measure_verify(target, longest, sizes, engine.wants)
+    passes = measure_passes(target, longest, sizes, engine.wants, VERIFY_SECONDS)
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
     num_tokens = len(prompts) * max_new_tokens
-    on_forecast(_forecast(*verify_ms, num_nodes, num_tokens, bool(lookup_nodes), quick, sweep))
+    on_forecast(_forecast(passes[0], num_nodes, num_tokens, bool(lookup_nodes), quick, sweep))
 
     on_stage("trees of the drafter")
-    unmerged = engine.observed(_without_lookup)
-    recorder, run = _record(unmerged, Budget(min(num_nodes, limit)), prompts, max_new_tokens)
+    unmerged = engine.observed(without_lookup)
+    recorder, run = record(unmerged, Budget(min(num_nodes, limit)), prompts, max_new_tokens)
     if not run.steps:
         raise UserError("got prompts that the target answers with nothing; give others")
     if calibration is None:
@@ -251,17 +154,18 @@ def tune(
     if curve.reliability and target.strict_gap is None:
         on_stage("trees at temperature 1")
         budget = Budget(min(DRAFT_NODES, limit), growth=grown)
-        sampled, _ = _record(unmerged, budget, prompts, max_new_tokens, temperature=1.0)
+        sampled, _ = record(unmerged, budget, prompts, max_new_tokens, temperature=1.0)
         trust = _sampled_trust(sampled, grown)
     if lookup_nodes and curve.reliability:
         on_stage("trees with prompt lookup")
         budget = Budget(min(RECORD_NODES, limit), growth=grown)
-        merging, _ = _record(engine, budget, prompts, max_new_tokens)
+        merging, _ = record(engine, budget, prompts, max_new_tokens)
         merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
     on_stage("drafting")
-    draft_ms = _draft_ms(unmerged, recorder, prompts[0], min(DRAFT_NODES, limit))
-    costs = _costs(*verify_ms, *draft_ms, run)
+    num_nodes = min(DRAFT_NODES, limit)
+    drafting = draft_ms(unmerged, recorder, prompts[0], num_nodes, DRAFT_DEPTHS, DRAFT_TOKENS)
+    costs = costs_of(passes, *drafting, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
     candidates += [
@@ -280,8 +184,7 @@ def tune(
 
 
 def _forecast(
-    plain_ms: float,
-    verify_ms: Mapping[int, float],
+    passes: PassCosts,
     num_nodes: int,
     num_tokens: int,
     merges: bool,
@@ -292,13 +195,12 @@ def _forecast(
 
     The drafter's guesses are not known yet: a step is taken to write `STEP_TOKENS`.
     """
-    sizes = [*verify_ms]
 
     def seconds(nodes: int, tokens: float) -> float:
-        ms = float(np.interp(nodes, sizes, [verify_ms[n] for n in sizes]))
+        ms = float(np.interp(nodes, *np.array(passes.verify).T))
         return STEP_OVERHEAD * ms / 1000 * tokens / STEP_TOKENS
 
-    plain = STEP_OVERHEAD * plain_ms / 1000 * num_tokens
+    plain = STEP_OVERHEAD * passes.plain / 1000 * num_tokens
     small = seconds(DRAFT_NODES, num_tokens)
     total = seconds(num_nodes, num_tokens) + small + seconds(DRAFT_NODES, 5 * DRAFT_TOKENS)
     if merges:
@@ -360,22 +262,6 @@ def require_trees(engine: Engine) -> None:
     """Raises UserError if the engine has no trees to tune."""
     if engine.drafter == "none":
         raise UserError("got drafter none, expected one whose trees can be tuned")
-
-
-def _costs(
-    plain_ms: float, verify_ms: Mapping[int, float], draft_ms: float, level_ms: float, run: Stats
-) -> Costs:
-    """Returns the measured times together; the host's share and prefill's come from `run`."""
-    host = sum(run.timings[phase] for phase in ("accept", "commit", "other"))
-    host_ms = 1000 * host / run.steps
-    return Costs(
-        verify=tuple((n, round(ms, 4)) for n, ms in verify_ms.items()),
-        draft=round(draft_ms, 4),
-        level=round(level_ms, 4),
-        host=round(host_ms, 4),
-        plain=round(plain_ms + host_ms, 4),
-        prefill=round(1000 * run.prefill_seconds / max(1, run.prompt_tokens), 4),
-    )
 
 
 def choose(candidates: Sequence[Candidate]) -> str:
@@ -468,9 +354,7 @@ def _sweep(
 ) -> list[dict[str, float]]:
     """Returns the predicted and measured speed-ups of the drafter without lookup, by tree size."""
     shown = {f"{p.nodes:.1f}": p for p in points if p.budget.max_nodes in SIZES}
-    engines = {
-        name: engine.observed(_without_lookup, point.budget) for name, point in shown.items()
-    }
+    engines = {name: engine.observed(without_lookup, point.budget) for name, point in shown.items()}
     engines[PLAIN] = decoding(engine, None)
     stats = race(engines, prompts, max_new_tokens, num_rounds=1)
     plain = stats[PLAIN].tokens_per_second

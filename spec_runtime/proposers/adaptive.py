@@ -1,8 +1,9 @@
-"""Adapts drafting to what came true in this generation: pauses it, or scales its probabilities.
+"""Adapts drafting to this machine, and to what came true in this generation.
 
-`DraftPauser` falls back to plain decoding while drafting does not pay, and tries again now and
-then. It keeps exponential averages of the tokens committed a step and of what the step cost by the
-machine profile. It pauses when drafting is slower than plain decoding,
+`DraftPauser` has trees sized by what passes take at the context where they are, falls back to plain
+decoding while drafting does not pay, and tries again now and then. It keeps exponential averages of
+the tokens committed a step and of what the step cost by the machine profile. It pauses when
+drafting is slower than plain decoding,
 
     tokens / ms  <  1 / plain ms.
 
@@ -35,7 +36,11 @@ from spec_runtime.trees.tree import TokenTree
 
 WEIGHT = 1 / 16  # of the newest step in a DraftPauser's averages
 PROBE_STEPS = 8  # speculative steps after a rest before they are judged
+PROBE_LOSS = 1.0  # plain steps that a probe may lose before it ends
+LOSS = 0.015  # of a generation's time that probes may lose: a rest is that much longer than a loss
 FIRST_REST, LONGEST_REST = 16, 256  # plain steps; a rest after a failed probe is twice as long
+FREE = 0.02  # of a plain step: a draft that takes less need not rest where trees are sized by cost
+CONTEXT_ROWS = 128  # for which costs are taken to be the same
 TRUST_WEIGHT = 1 / 32  # of the newest step in a ProbabilityScaler's averages
 LARGEST_TRUST = 4.0  # the smallest is its inverse
 
@@ -43,19 +48,30 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 class DraftPauser(ProposerWrapper):
     """Passes on the trees of `proposer`, or, while drafting does not pay, proposes only roots.
 
-    `gain` is what `tune` saw at temperature 0 and `sampled_gain` at temperature 1; the averages
-    begin each generation there, in proportion to its temperature. Where that would not pay or is
-    not known, and after a rest, they begin at the break-even point and are judged after
-    PROBE_STEPS, so that only what is seen decides.
+    `gain` is what drafting is known to be worth at temperature 0 and `sampled_gain` at temperature
+    1; the averages begin each generation there, in proportion to its temperature. Where that would
+    not pay or is not known, and after a rest, they begin at the break-even point and are judged
+    after PROBE_STEPS, or as soon as these lost more than PROBE_LOSS, so that only what is seen
+    decides. Step times in a grown tree's budget are those of the context.
     """
 
     def __init__(
-        self, proposer: Proposer, costs: Costs, gain: Gain, sampled_gain: Gain | None = None
+        self,
+        proposer: Proposer,
+        costs: Costs,
+        gain: Gain | None = None,
+        sampled_gain: Gain | None = None,
     ) -> None:
         super().__init__(proposer)
-        self._costs = costs
+        self._all_costs = self._costs = costs
         self._gain, self._sampled_gain = gain, sampled_gain
+        self._costs_of: dict[int, Costs] = {}  # by the context's number of CONTEXT_ROWS
+        self._step_ms_of: dict[tuple[int, int], tuple[float, ...]] = {}  # and by most nodes
+        self._length = 0
+        self._is_judged = self._is_free = False
         self._is_first = True  # the next tree is the generation's first
+        self._rest = self._probe = 0  # plain steps still to come; speculative ones to the verdict
+        self._lost = 0.0  # plain steps that the last probe's took more than they were worth
         self._reset()
 
     @property
@@ -65,10 +81,12 @@ class DraftPauser(ProposerWrapper):
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         super().start(prompt, features_TF, reused)
+        self._length = len(prompt)
         self._reset()
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
         self._is_judged = not (self.is_resting or budget.is_root_only)
+        budget = self._at_context(budget)
         if self._is_first:
             self._is_first = False
             self._begin_at(0.0 if budget.coupling is None else budget.coupling.temperature)
@@ -82,6 +100,7 @@ class DraftPauser(ProposerWrapper):
 
     def commit(self, step: Step) -> None:
         super().commit(step)
+        self._length += len(step.tokens)
         if self._rest:
             self._rest -= 1
             if not self._rest:
@@ -89,28 +108,57 @@ class DraftPauser(ProposerWrapper):
         elif self._is_judged:
             self._tokens += WEIGHT * (len(step.tokens) - self._tokens)
             self._ms += WEIGHT * (self._step_ms - self._ms)
+            self._lost += self._step_ms / self._costs.plain - len(step.tokens)
             self._judge()
+
+    def _at_context(self, budget: Budget) -> Budget:
+        """Takes the costs of the context, and returns the budget with its step times."""
+        growth = budget.growth
+        is_priced = isinstance(growth, Grown) and bool(growth.step_ms)
+        self._is_free = is_priced and self._all_costs.draft <= FREE * self._all_costs.plain
+        if self._all_costs.far is None:
+            return budget
+        number = self._length // CONTEXT_ROWS
+        if number not in self._costs_of:
+            self._costs_of[number] = self._all_costs.at(number * CONTEXT_ROWS)
+        self._costs = self._costs_of[number]
+        if not isinstance(growth, Grown) or not growth.step_ms:
+            return budget
+        key = number, budget.max_nodes
+        if key not in self._step_ms_of:
+            self._step_ms_of[key] = self._costs.step_ms(budget.max_nodes)
+        return replace(budget, growth=replace(growth, step_ms=self._step_ms_of[key]))
 
     def _judge(self) -> None:
         """Begins a rest if drafting does not pay; during a probe, only at its end."""
+        if self._is_free:
+            return
         if self._probe:
             self._probe -= 1
-            if self._probe:
+            is_lost = self._lost > PROBE_LOSS
+            if self._probe and not is_lost:
                 return
-            if self._pays():
+            if self._pays() and not is_lost:
+                self._probe = 0
                 self._next_rest = FIRST_REST
                 return
-        if not self._pays():
-            self._rest = self._next_rest
-            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+            self._probe = 0
+            self._begin_rest(round(self._lost / LOSS))
+        elif not self._pays():
+            self._begin_rest()
+
+    def _begin_rest(self, least: int = 0) -> None:
+        """Begins a rest of at least so many steps."""
+        self._rest = max(least, self._next_rest)
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
 
     def _pays(self) -> bool:
         return self._tokens * self._costs.plain >= self._ms
 
     def _begin_at(self, temperature: float) -> None:
-        """Sets the averages to what `tune` saw; begins a probe where that does not pay."""
+        """Sets the averages to what is known; begins a probe where that does not pay."""
         sampled = self._sampled_gain if temperature else self._gain
-        if sampled is None:
+        if self._gain is None or sampled is None:
             self._begin_probe()
             return
         share = min(1.0, temperature)
@@ -122,13 +170,14 @@ class DraftPauser(ProposerWrapper):
 
     def _begin_probe(self) -> None:
         self._probe = PROBE_STEPS
+        self._lost = 0.0
         self._tokens, self._ms = 1.0, self._costs.plain
 
     def _reset(self) -> None:
-        self._rest = 0  # plain steps still to come
-        self._probe = 0  # speculative steps until the next verdict
+        self._rest = self._probe = 0
+        self._lost = 0.0
         self._next_rest = FIRST_REST
-        self._is_judged = False
+        self._is_judged = self._is_free = False
         self._step_ms = 0.0  # of the tree last proposed
         self._tokens = self._ms = 0.0  # the first tree's temperature says where they begin
         self._is_first = True

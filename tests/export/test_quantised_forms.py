@@ -19,7 +19,7 @@ from tiny_target import save_llama
 from torch import Tensor
 
 from spec_export import target
-from spec_export.graphs import quantize
+from spec_export.graphs import four_bits
 from spec_export.loading import pretrained
 from spec_export.loading.quantised_forms import FORMS as FORMS_READ
 from spec_export.loading.quantised_forms import Parts
@@ -321,13 +321,12 @@ def test_the_text_part_of_a_quantised_model_of_pictures_is_read(
 def test_four_bits_are_not_rounded_a_second_time(group: int, is_symmetric: bool) -> None:
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
     value = values(*grid(weight, is_symmetric, group=group)).numpy()
-    packed, scale, minimum = quantize._q4(value)
-    value = value.reshape(16, 8, 32)
-    q = np.stack([packed & 15, packed >> 4], -1).reshape(value.shape)
-    found = q * scale[..., None] + minimum[..., None]
-    # float32's rounding of the scale and the minimum
+    form = four_bits.form_of(value)
+    assert (form.has_minima, form.size) == (False, group)
+    found = four_bits.unpack_zero_points(four_bits.pack_zero_points(value, group))
+    # float32's rounding of the scale
     np.testing.assert_allclose(found, value, rtol=0, atol=1e-6 * np.abs(value).max())
-    assert not np.array_equal(value, weight.numpy().reshape(value.shape))
+    assert not np.array_equal(value, weight.numpy())
 
 
 @pytest.mark.parametrize(

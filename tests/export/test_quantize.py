@@ -18,7 +18,8 @@ from graphs import Runner
 from tiny_backbone import backbone_of, chain, random_tokens, tiny
 
 from spec_export.graphs.edit import MS
-from spec_export.graphs.quantize import BLOCK, _from_q4, _from_s8_rows, _q4, _s8_rows, quantize
+from spec_export.graphs.four_bits import pack_zero_points, unpack_zero_points
+from spec_export.graphs.quantize import BLOCK, _from_s8_rows, _s8_rows, quantize
 from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import export_backbone
@@ -174,14 +175,15 @@ def read_weights(small: Small) -> tuple[np.ndarray, np.ndarray]:
     return y / 127, logits / 127
 
 
-def test_int4_weights_are_within_half_a_step() -> None:
+def test_int4_weights_are_within_their_steps() -> None:
     model = quantize(small_graph(), "int4")
     assert kinds(model)["MatMulNBits"] == 2
     weight, head = read_weights(Small(model))
     blocks = WEIGHT_KN.reshape(K // BLOCK, BLOCK, N)
     step = (blocks.max(1, keepdims=True) - blocks.min(1, keepdims=True)) / 15
     error = np.abs(weight - WEIGHT_KN).reshape(blocks.shape)
-    assert (error <= step / 2 + 1e-5).all()
+    assert (error <= 2 * step + 1e-5).all()  # at the ends, where a range was shrunk
+    assert np.square(error).mean() < 1.1 * np.square(step).mean() / 12  # as rounding has it
     assert error.max() > step.min() / 8, "not quantised at all?"
     head_blocks = HEAD_VK.reshape(V, K // BLOCK, BLOCK)
     head_step = np.abs(head_blocks).max(-1, keepdims=True) / 127
@@ -388,8 +390,10 @@ def test_what_rounding_adds_is_noted(precision: str) -> None:
     ir.to_proto(quantize(small_graph(), precision, rounding=rounding))  # writes the weights
     facts = rounding.facts()
     assert facts is not None
-    packed = _s8_rows(WEIGHT_KN.T, 127) if precision == "int8" else _q4(WEIGHT_KN.T)
-    restored = _from_s8_rows(packed) if precision == "int8" else _from_q4(packed)
+    if precision == "int8":
+        restored = _from_s8_rows(_s8_rows(WEIGHT_KN.T, 127))
+    else:
+        restored = unpack_zero_points(pack_zero_points(WEIGHT_KN.T, BLOCK))
     expected = np.linalg.norm(restored - WEIGHT_KN.T) / np.linalg.norm(WEIGHT_KN)
     assert (facts["matrices"], facts["exact"]) == (1, 0)
     assert facts["added_error"] == pytest.approx(expected)

@@ -16,7 +16,7 @@ from spec_runtime.proposers.adaptive import (
     FIRST_REST,
     LARGEST_TRUST,
     LONGEST_REST,
-    PROBE_STEPS,
+    LOSS,
     TRUST_WEIGHT,
     DraftPauser,
     ProbabilityScaler,
@@ -64,12 +64,13 @@ def test_collapse_rest_probe_and_recovery() -> None:
     play(controller, [1] * 15)
     assert runs_of(script.sizes) == [(4, 15)]
     assert controller.is_resting
-    rests = [FIRST_REST * factor for factor in (1, 2, 4, 8, 16, 16)]
-    assert rests[-1] == LONGEST_REST
-    play(controller, [1] * (sum(rests) + PROBE_STEPS * len(rests)))
+    # a probe ends after three steps, which lost 1.5 plain ones
+    rests = [FIRST_REST, 100, 100, 8 * FIRST_REST, LONGEST_REST, LONGEST_REST]
+    assert round(1.5 / LOSS) == 100
+    play(controller, [1] * (sum(rests) + 3 * len(rests)))
     expected = [(4, 15)]
     for rest in rests:
-        expected += [(1, rest), (4, PROBE_STEPS)]
+        expected += [(1, rest), (4, 3)]
     assert runs_of(script.sizes) == expected
     # the text gets easy during the last rest: it stays with the drafter, and forgets the rests
     play(controller, [1] * LONGEST_REST + [2] * 40)
@@ -106,7 +107,7 @@ def test_root_only_budgets_are_not_judged() -> None:
 def test_a_collapse_on_the_toy_engine_changes_no_token(drafter: str, form: str) -> None:
     """The costs say that one accepted token never pays: rests and probes alternate."""
     plain = make_engine(max_length=300, form=form, num_successors=8)
-    dear = replace(COSTS, verify=((1, 9.0), (2, 200.0), (4, 200.0)))
+    dear = replace(COSTS, verify=((1, 9.0), (2, 22.0), (4, 22.0)))
     engine = make_engine(drafter, max_length=300, form=form, num_successors=8)
     engine = engine.observed(lambda proposer: DraftPauser(proposer, dear, Gain(2.0, 1.01)))
     options: dict[str, Any] = {"max_new_tokens": 160, "temperature": 0.5, "seed": 1}
@@ -240,9 +241,9 @@ def sampled_at(temperature: float) -> Budget:
         (Gain(2.0, 1.6), 1.0, 15),
         (Gain(2.0, 1.6), 2.0, 15),
         (Gain(2.0, 1.6), 0.5, 18),
-        (Gain(1.2, 0.9), 1.0, PROBE_STEPS),
+        (Gain(1.2, 0.9), 1.0, 3),
         (Gain(1.2, 0.9), 0.01, 21),
-        (None, 0.5, PROBE_STEPS),
+        (None, 0.5, 3),
     ],
 )
 def test_averages_begin_with_what_tune_saw_at_the_temperature(
@@ -250,7 +251,8 @@ def test_averages_begin_with_what_tune_saw_at_the_temperature(
 ) -> None:
     """After n steps with one token each, of 15 ms, with w = 15 / 16 and plain decoding at 10 ms:
     from 3 tokens in 15.8 ms 1 + 2 w^n < (15 + 0.8 w^n) / 10; from 2 in 12.5 ms, and from the
-    averages of both. What did not pay, and what is not known, is tried for as long as a probe."""
+    averages of both. What did not pay, and what is not known, is tried until a plain step is
+    lost."""
     script = Script()
     pauser = DraftPauser(script, COSTS, Gain(3.0, 1.9), sampled)
     budget = sampled_at(temperature) if temperature else Budget(8)

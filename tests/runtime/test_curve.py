@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from tuning import ACCURACY, convex, stepped
 
-from spec_runtime.measure import tune
-from spec_runtime.measure.curve import (
+from spec_runtime.costs.curve import (
     Curve,
     grown_points,
     monotone,
     static_points,
 )
+from spec_runtime.measure import tune
 from spec_runtime.profile import Costs
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.tree import TokenTree
 
 
 def costs_of(verify: Callable[[int], float], **others: float) -> Costs:
-    values = {"draft": 1.0, "level": 0.0, "host": 0.5, "plain": verify(1) + 0.5, "prefill": 1.0}
+    values: dict[str, Any] = {
+        "draft": 1.0,
+        "level": 0.0,
+        "host": 0.5,
+        "plain": verify(1) + 0.5,
+        "prefill": 1.0,
+    }
     return Costs(tuple((n, verify(n)) for n in tune.SIZES), **values | others)
 
 

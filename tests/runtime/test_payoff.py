@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_trees import Table, paths
 
-from spec_runtime.measure.curve import (
+from spec_runtime.costs.curve import (
     Curve,
     paying_budget,
 )

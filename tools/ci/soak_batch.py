@@ -219,8 +219,15 @@ class Soak:
         return ties
 
 
-async def _soak(soak: Soak, seed: int, clients: int) -> list[Sample]:
-    """Lets clients ask until the run is over; returns samples of this process meanwhile."""
+async def _soak(soak: Soak, seed: int, clients: int, parallel: int) -> list[Sample]:
+    """Lets clients ask until the run is over; returns samples of this process meanwhile.
+
+    Before, each lane has answered the longest prompt there is: the pages of a cache become this
+    process's own when they are first written.
+    """
+    prompts = [each.prompt for each in soak.requests if isinstance(each.prompt, list)]
+    longest = max(prompts, key=len)
+    turned = [longest[k:] + longest[:k] for k in range(parallel)]
     rngs = [random.Random(f"{seed} client {number}") for number in range(clients)]
     started = time.monotonic()
     samples = [sample(started)]
@@ -231,6 +238,7 @@ async def _soak(soak: Soak, seed: int, clients: int) -> list[Sample]:
             samples.append(sample(started))
 
     async with soak.engine:
+        await asyncio.gather(*(soak.engine.generate(ids, max_new_tokens=64) for ids in turned))
         watching = asyncio.create_task(watch())
         await asyncio.gather(*(soak.client(rng) for rng in rngs))
         watching.cancel()
@@ -260,7 +268,7 @@ def soak(
     print(f"{len(asked)} requests answered alone", file=sys.stderr, flush=True)
     deadline = time.monotonic() + seconds
     run_of = Soak(AsyncEngine(engine, parallel=parallel), asked, reference, answers, deadline)
-    samples = asyncio.run(_soak(run_of, seed, clients or parallel + parallel // 2 + 1))
+    samples = asyncio.run(_soak(run_of, seed, clients or parallel + parallel // 2 + 1, parallel))
     return run_of, samples, run_of.judge_parted()
 
 

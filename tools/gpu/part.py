@@ -21,7 +21,7 @@ from typing import Any
 from spec_runtime import backends
 from spec_runtime.backends.cuda_libraries import load_libraries
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.machine import cpu_model, default_threads
+from spec_runtime.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 from tools.gpu import graphs, same, speed
@@ -38,7 +38,7 @@ def environment(check: Check, found: Findings) -> None:
     """Reports what the rest is measured on."""
     packages = ("torch", "cuda-bindings", "tensorrt-rtx-cu13-libs")
     about = {"device asked for": check.device, "CPU": f"{cpu_model()}, {default_threads()} threads"}
-    about |= provenance.versions((*provenance.PACKAGES, *packages))
+    about |= versions((*provenance.PACKAGES, *packages))
     for what, ask in MACHINE.items():
         value = found.attempt(what, ask)
         if value is not None:

@@ -1,0 +1,1 @@
+"""Knows what passes and drafts cost on this machine, and which trees pay at these costs."""

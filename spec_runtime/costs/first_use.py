@@ -1,0 +1,111 @@
+"""Measures, when a bundle is first opened on a machine, what passes and drafts cost there.
+
+Nobody has to run `tune` for drafting to be safe: with these costs trees are sized by the tokens
+that a millisecond is expected to give, and drafting rests where it does not pay (see
+proposers/adaptive.py). `tune` decodes real prompts as well, and finds more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from spec_runtime.costs.curve import Curve, grown_points, paying_budget
+from spec_runtime.costs.measured import (
+    Recorder,
+    costs_of,
+    draft_ms,
+    measure_passes,
+    record,
+    without_lookup,
+)
+from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
+from spec_runtime.files.writing import LockedError
+from spec_runtime.profile import FIRST_USE, Candidate, Costs, Key, Profile, find, reserved, write
+from spec_runtime.trees.budget import Budget, Grown
+
+SIZES = (1, 2, 4, 8, 16, 32)
+WAIT_SECONDS = 10.0  # for another process
+PASS_SECONDS = 0.6  # for each of two contexts; a round more begins within it
+NUM_NODES, NUM_TOKENS, NUM_DEPTHS = 16, 8, 2
+PROMPT = 4 * tuple(range(100, 116))  # ids of a text that repeats itself
+CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
+
+log = logging.getLogger("spec_runtime")
+
+
+def profile_for(engine: Engine, key: Key, calibration: dict[str, Any] | None) -> Profile:
+    """Returns the profile of `engine`'s drafter, measured in about two seconds, and keeps it where
+    `find` looks for it, if that can be written.
+
+    `calibration` is the bundle's, see DrafterInfo. Where another process measures the same, its
+    profile is waited for.
+    """
+    try:
+        with reserved(key):
+            profile = find(key)
+            if profile is None:
+                write(profile := _measured(engine, key, calibration))
+            return profile
+    except LockedError:
+        return _awaited(key) or _measured(engine, key, calibration)
+    except (UserError, OSError):  # nothing can be kept here
+        return _measured(engine, key, calibration)
+
+
+def _awaited(key: Key) -> Profile | None:
+    """Returns the profile once another process has kept it; None if it never does."""
+    end = time.monotonic() + WAIT_SECONDS
+    while (profile := find(key)) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return profile
+
+
+def _measured(engine: Engine, key: Key, calibration: dict[str, Any] | None) -> Profile:
+    begin = time.perf_counter()
+    target = engine.target
+    limit = min(SIZES[-1], target.max_nodes)
+    sizes = [n for n in SIZES if n <= limit]
+    prompt = [token % target.vocab_size for token in PROMPT][: max(1, target.max_length // 2)]
+    passes = measure_passes(target, prompt, sizes, engine.wants, PASS_SECONDS)
+    unmerged, num_nodes = engine.observed(without_lookup), min(NUM_NODES, limit)
+    recorder, run = record(unmerged, Budget(num_nodes), [prompt], NUM_TOKENS, ignore_eos=True)
+    drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, NUM_TOKENS)
+    costs = costs_of(passes, *drafting, run)
+    chosen = _candidate(engine, recorder, costs, limit, calibration)
+    log.warning(
+        "measured in %.1f s what drafts with %s cost on this machine, once for this bundle",
+        time.perf_counter() - begin,
+        engine.drafter,
+    )
+    return Profile(key, costs, FIRST_USE, (chosen,), chosen.name)
+
+
+def _candidate(
+    engine: Engine,
+    recorder: Recorder,
+    costs: Costs,
+    limit: int,
+    calibration: dict[str, Any] | None,
+) -> Candidate:
+    """Returns the bundle's trees, cut at each step where more nodes do not pay, if they are grown
+    or the drafter was calibrated; else the bundle's trees."""
+    curve = None if calibration is None else Curve.from_calibration(calibration)
+    if curve is not None and curve.reliability:
+        best = max(grown_points(curve, costs, limit), key=lambda point: point.speedup)
+        return Candidate(
+            "paying",
+            paying_budget(curve, costs, limit),
+            expected_speedup=round(best.speedup, 4),
+            accepted_length=round(best.accepted_length, 4),
+        )
+    growth, max_nodes = engine.budget.growth, min(engine.budget.max_nodes, limit)
+    has_odds = all(tree.num_nodes == 1 or tree.log_prob_N is not None for tree, _ in recorder.seen)
+    if not isinstance(growth, Grown) or not has_odds:
+        return Candidate("bundle", engine.budget)
+    step_ms = costs.step_ms(max_nodes)
+    growth = replace(growth, step_ms=step_ms, level_ms=costs.level, reliability=CERTAIN)
+    return Candidate("paying", replace(engine.budget, max_nodes=max_nodes, growth=growth))

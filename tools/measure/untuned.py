@@ -1,0 +1,196 @@
+"""Measures whether drafting is safe without `tune`: what it gives over plain decoding with the
+costs of a first use, beside the bundle's own trees and what `tune` finds.
+
+    python -m tools.measure.untuned --prompts spec_bench.jsonl --bundle DIR DIR --json OUT
+
+For each bundle and drafter, short prompts, the same at temperature 1 with a seed each, and long
+ones are decoded in turns: plainly, with the bundle's trees (as --no-profile), as a first load
+leaves them, and with --tune as `tune` does. All answers have --max-new-tokens at most. Speeds are
+those of decoding, without prefill; "seconds" is what the first load measured for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import spec_runtime
+from spec_runtime import profile as profiles
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.engine import Engine
+from spec_runtime.measure import tune
+from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.stats import Stats
+from tools.figures import (
+    asked,
+    command_line,
+    manifest_of,
+    markdown,
+    parse,
+    run,
+    spread,
+    spread_text,
+    write,
+)
+from tools.measure.compare_rivals import contexts_of
+
+PLAIN = "plain"
+COLUMNS = ("bundle's trees", "first use", "tuned")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of all bundles, drafters and kinds of prompt."""
+    rows = [
+        row
+        for folder in args.bundle
+        for drafter in args.drafter
+        for row in _rows(args, folder, drafter)
+    ]
+    used = {prompt for row in rows for prompt in row.pop("ids")}
+    prompts = [each for each in read_prompts(args.prompts) if str(each.id) in used]
+    return write(args.json, {"rows": rows}, prompts=prompts, **asked(args))
+
+
+def _rows(args: argparse.Namespace, folder: Path, drafter: str) -> Iterator[dict[str, Any]]:
+    """Yields what each kind of prompt gives with one drafter of one bundle."""
+    with _cache():
+        plain = spec_runtime.load(folder, "none", args.threads)
+        engines = {PLAIN: plain, COLUMNS[0]: _load(args, folder, drafter, profile=False)}
+        times = [time.perf_counter()]
+        for _ in range(2):  # the second finds what the first measured
+            engines[COLUMNS[1]] = _load(args, folder, drafter)
+            times.append(time.perf_counter())
+        seconds = (times[1] - times[0]) - (times[2] - times[1])
+        if args.tune:
+            _tune(args, folder, engines[COLUMNS[0]])
+            engines[COLUMNS[2]] = _load(args, folder, drafter)
+        manifest = manifest_of(folder)
+        for context in contexts_of(args, plain.tokenizer):
+            prompts = [*context.prompts.values()]
+            for temperature in (0.0, 1.0) if context.name == "short" else (0.0,):
+                found = _race(engines, prompts, args, temperature)
+                kind = f"{context.name} at temperature 1" if temperature else context.name
+                print(f"{manifest.name} {manifest.target.precision}, {drafter}, {kind}: ", end="")
+                print({name: round(each["speedup"]["median"], 3) for name, each in found.items()})
+                yield {
+                    "bundle": manifest.name,
+                    "precision": manifest.target.precision,
+                    "drafter": engines[COLUMNS[0]].drafter,
+                    "prompts": kind,
+                    "seconds": seconds,
+                    "plain_tokens_per_second": found.pop(PLAIN)["tokens_per_second"]["median"],
+                    "engines": found,
+                    "ids": [*context.prompts],
+                }
+
+
+def _load(args: argparse.Namespace, folder: Path, drafter: str, profile: bool = True) -> Engine:
+    return spec_runtime.load(
+        folder, None if drafter == "shipped" else drafter, args.threads, profile=profile
+    )
+
+
+def _tune(args: argparse.Namespace, folder: Path, engine: Engine) -> None:
+    """Keeps what `tune` finds with its own prompts."""
+    opened = bundles.read(folder, verify=False)
+    name = engine.drafter.partition("+")[0]
+    entry = next((each for each in opened.manifest.drafters if each.name == name), None)
+    key = profiles.key_of(opened, engine.drafter, args.threads)
+    prompts = [engine.encode(prompt) for prompt in tune.PROMPTS]
+    calibration = None if entry is None else entry.calibration
+    profiles.write(tune.tune(engine, prompts, key, calibration).profile)
+
+
+def _race(
+    engines: dict[str, Engine],
+    prompts: Sequence[list[int]],
+    args: argparse.Namespace,
+    temperature: float,
+) -> dict[str, dict[str, Any]]:
+    """Returns each engine's speed, and how often that of plain decoding it is, over all rounds."""
+    rounds: list[dict[str, Stats]] = [
+        tune.race(engines, prompts, args.max_new_tokens, 1, temperature=temperature)
+        for _ in range(args.rounds)
+    ]
+    return {
+        name: {
+            "tokens_per_second": spread([each[name].tokens_per_second for each in rounds]),
+            "accepted_length": rounds[-1][name].accepted_length,
+            "drafted_share": rounds[-1][name].drafted_steps / max(1, rounds[-1][name].steps),
+            "speedup": spread(
+                [each[name].tokens_per_second / each[PLAIN].tokens_per_second for each in rounds]
+            ),
+        }
+        for name in engines
+    }
+
+
+@contextmanager
+def _cache() -> Iterator[None]:
+    """Gives the block a cache folder of its own, so that each bundle is opened for the first
+    time."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["XDG_CACHE_HOME"]
+            else:
+                os.environ["XDG_CACHE_HOME"] = before
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the rows as a Markdown table."""
+    head = ["bundle", "drafter", "prompts", "s", "plain tokens/s", *COLUMNS, "length", "drafted"]
+    cells = []
+    for row in rows:
+        found, first = row["engines"], row["engines"][COLUMNS[1]]
+        speedups = [
+            spread_text(found[name]["speedup"]) if name in found else "" for name in COLUMNS
+        ]
+        cells.append(
+            [
+                f"{row['bundle']} {row['precision']}",
+                row["drafter"],
+                row["prompts"],
+                f"{row['seconds']:.1f}",
+                f"{row['plain_tokens_per_second']:.1f}",
+                *speedups,
+                f"{first['accepted_length']:.2f}",
+                f"{first['drafted_share']:.0%}",
+            ]
+        )
+    return markdown(head, cells, left=3)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    found = command_line(
+        __doc__, "--prompts", "--max-new-tokens", "--threads", "--json", max_new_tokens=96
+    )
+    add = found.add_argument
+    add("--bundle", type=Path, nargs="+", required=True)
+    add("--drafter", nargs="+", default=["prompt_lookup", "shipped"])
+    add("--limit", type=int, default=8, help="short prompts, over all categories")
+    add("--long-limit", type=int, default=3)
+    add("--long-tokens", type=int, default=1500)
+    add("--rounds", type=int, default=2)
+    add("--tune", action="store_true", help="and as `tune` does")
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measures as the command line says, and prints the table."""
+    print(table(measure(parse(parser(), words))["rows"]))
+
+
+if __name__ == "__main__":
+    run(main)
