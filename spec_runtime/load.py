@@ -251,7 +251,7 @@ class DrafterOpener:
         profile = profiles.find(key) or self._measured.get(key)
         if profile is None and self._target.lock.is_free_for_thread:
             engine = Engine(self._target, self._tokenizer, opened)
-            profile = first_use.profile_for(engine, key, self._calibration(name))
+            profile = first_use.profile_for(engine, key, self._entry(name))
             self._measured[key] = profile  # where nothing can be kept
         return opened if profile is None else _tuned(opened, profile)
 
@@ -291,8 +291,7 @@ class DrafterOpener:
             raise UserError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
-        drafters = self._bundle.manifest.drafters
-        entry = next((info for info in drafters if info.name == name), None)
+        entry = self._entry(name)
         memory = self._options.memory
         proposer: Proposer
         if memory and name == "prompt_lookup":
@@ -315,9 +314,9 @@ class DrafterOpener:
         features = self._bundle.manifest.feature_outputs(entry)
         return OpenedDrafter(name, proposer, budget, features, entry.expected_accepted_length)
 
-    def _calibration(self, name: str) -> dict[str, Any] | None:
+    def _entry(self, name: str) -> bundles.DrafterInfo | None:
         drafters = self._bundle.manifest.drafters
-        return next((info.calibration for info in drafters if info.name == name), None)
+        return next((info for info in drafters if info.name == name), None)
 
     def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
         """Opens a drafter with its fused step; None if there is none and it was not asked for.

@@ -83,11 +83,11 @@ class Costs:
 
     def at(self, context: int) -> Costs:
         """Returns the costs after so many committed rows: on the line through the two contexts
-        that were measured; before the first, those of the first."""
+        that were measured."""
         far = self.far
         if far is None:
             return self
-        share = max(0.0, (context - self.context) / (far.context - self.context))
+        share = (context - self.context) / (far.context - self.context)
         verify = tuple(
             (n, near_ms + share * max(0.0, far_ms - near_ms))
             for (n, near_ms), (_, far_ms) in zip(self.verify, far.verify, strict=True)

@@ -90,7 +90,7 @@ def _first_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Leaves engines with their bundle's trees, but in tests marked `first_use`: what is measured
     when a bundle is first opened would give them others on each machine."""
     if "first_use" not in request.keywords:
-        monkeypatch.setattr(first_use, "profile_for", lambda engine, key, calibration: None)
+        monkeypatch.setattr(first_use, "profile_for", lambda engine, key, entry: None)
 
 
 @pytest.fixture

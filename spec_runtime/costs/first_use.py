@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from spec_runtime.bundle.manifest import DrafterInfo
 from spec_runtime.costs.curve import Curve, grown_points, paying_budget
 from spec_runtime.costs.measured import (
     Recorder,
@@ -29,7 +30,7 @@ from spec_runtime.trees.budget import Budget, Grown
 
 SIZES = (1, 2, 4, 8, 16, 32)
 WAIT_SECONDS = 10.0  # for another process
-PASS_SECONDS = 0.6  # for each of two contexts; a round more begins within it
+PASS_SECONDS, LEAST_ROUNDS = 0.7, 1  # for each of two contexts; a round more begins within it
 NUM_NODES, NUM_TOKENS, NUM_DEPTHS = 16, 8, 2
 PROMPT = 4 * tuple(range(100, 116))  # ids of a text that repeats itself
 CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
@@ -37,23 +38,23 @@ CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
 log = logging.getLogger("spec_runtime")
 
 
-def profile_for(engine: Engine, key: Key, calibration: dict[str, Any] | None) -> Profile:
+def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
     """Returns the profile of `engine`'s drafter, measured in about two seconds, and keeps it where
     `find` looks for it, if that can be written.
 
-    `calibration` is the bundle's, see DrafterInfo. Where another process measures the same, its
-    profile is waited for.
+    `entry` is the drafter's in the bundle's manifest, if it has one. Where another process measures
+    the same, its profile is waited for.
     """
     try:
         with reserved(key):
             profile = find(key)
             if profile is None:
-                write(profile := _measured(engine, key, calibration))
+                write(profile := _measured(engine, key, entry))
             return profile
     except LockedError:
-        return _awaited(key) or _measured(engine, key, calibration)
+        return _awaited(key) or _measured(engine, key, entry)
     except (UserError, OSError):  # nothing can be kept here
-        return _measured(engine, key, calibration)
+        return _measured(engine, key, entry)
 
 
 def _awaited(key: Key) -> Profile | None:
@@ -64,18 +65,18 @@ def _awaited(key: Key) -> Profile | None:
     return profile
 
 
-def _measured(engine: Engine, key: Key, calibration: dict[str, Any] | None) -> Profile:
+def _measured(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
     begin = time.perf_counter()
     target = engine.target
     limit = min(SIZES[-1], target.max_nodes)
     sizes = [n for n in SIZES if n <= limit]
     prompt = [token % target.vocab_size for token in PROMPT][: max(1, target.max_length // 2)]
-    passes = measure_passes(target, prompt, sizes, engine.wants, PASS_SECONDS)
+    passes = measure_passes(target, prompt, sizes, engine.wants, PASS_SECONDS, LEAST_ROUNDS)
     unmerged, num_nodes = engine.observed(without_lookup), min(NUM_NODES, limit)
     recorder, run = record(unmerged, Budget(num_nodes), [prompt], NUM_TOKENS, ignore_eos=True)
     drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, NUM_TOKENS)
     costs = costs_of(passes, *drafting, run)
-    chosen = _candidate(engine, recorder, costs, limit, calibration)
+    chosen = _candidate(engine, recorder, costs, limit, entry)
     log.warning(
         "measured in %.1f s what drafts with %s cost on this machine, once for this bundle",
         time.perf_counter() - begin,
@@ -89,11 +90,13 @@ def _candidate(
     recorder: Recorder,
     costs: Costs,
     limit: int,
-    calibration: dict[str, Any] | None,
+    entry: DrafterInfo | None,
 ) -> Candidate:
     """Returns the bundle's trees, cut at each step where more nodes do not pay, if they are grown
-    or the drafter was calibrated; else the bundle's trees."""
-    curve = None if calibration is None else Curve.from_calibration(calibration)
+    or the drafter was calibrated; else the bundle's trees. What the manifest says of the drafter's
+    accepted length is what each text begins with."""
+    known = {} if entry is None else entry.calibration or {}
+    curve = Curve.from_calibration(known) if known else None
     if curve is not None and curve.reliability:
         best = max(grown_points(curve, costs, limit), key=lambda point: point.speedup)
         return Candidate(
@@ -103,9 +106,14 @@ def _candidate(
             accepted_length=round(best.accepted_length, 4),
         )
     growth, max_nodes = engine.budget.growth, min(engine.budget.max_nodes, limit)
+    gain: dict[str, Any] = {}
+    if entry is not None and (length := entry.expected_accepted_length) is not None:
+        speedup = length * costs.plain / costs.of(max_nodes / 2, max(1.0, length))
+        gain = {"accepted_length": round(length, 4), "expected_speedup": round(speedup, 4)}
     has_odds = all(tree.num_nodes == 1 or tree.log_prob_N is not None for tree, _ in recorder.seen)
     if not isinstance(growth, Grown) or not has_odds:
-        return Candidate("bundle", engine.budget)
+        return Candidate("bundle", engine.budget, **gain)
     step_ms = costs.step_ms(max_nodes)
     growth = replace(growth, step_ms=step_ms, level_ms=costs.level, reliability=CERTAIN)
-    return Candidate("paying", replace(engine.budget, max_nodes=max_nodes, growth=growth))
+    budget = replace(engine.budget, max_nodes=max_nodes, growth=growth)
+    return Candidate("paying", budget, **gain)

@@ -52,7 +52,8 @@ class DraftPauser(ProposerWrapper):
     1; the averages begin each generation there, in proportion to its temperature. Where that would
     not pay or is not known, and after a rest, they begin at the break-even point and are judged
     after PROBE_STEPS, or as soon as these lost more than PROBE_LOSS, so that only what is seen
-    decides. Step times in a grown tree's budget are those of the context.
+    decides. Step times in a grown tree's budget are those of the context, and its rate is that of
+    the averages.
     """
 
     def __init__(
@@ -112,12 +113,11 @@ class DraftPauser(ProposerWrapper):
             self._judge()
 
     def _at_context(self, budget: Budget) -> Budget:
-        """Takes the costs of the context, and returns the budget with its step times."""
+        """Takes the costs of the context, and returns the budget with its step times and the rate
+        so far."""
         growth = budget.growth
         is_priced = isinstance(growth, Grown) and bool(growth.step_ms)
         self._is_free = is_priced and self._all_costs.draft <= FREE * self._all_costs.plain
-        if self._all_costs.far is None:
-            return budget
         number = self._length // CONTEXT_ROWS
         if number not in self._costs_of:
             self._costs_of[number] = self._all_costs.at(number * CONTEXT_ROWS)
@@ -127,7 +127,10 @@ class DraftPauser(ProposerWrapper):
         key = number, budget.max_nodes
         if key not in self._step_ms_of:
             self._step_ms_of[key] = self._costs.step_ms(budget.max_nodes)
-        return replace(budget, growth=replace(growth, step_ms=self._step_ms_of[key]))
+        rate = 1 / self._costs.plain
+        if not self._is_first:
+            rate = max(rate, self._tokens / self._ms)
+        return replace(budget, growth=replace(growth, step_ms=self._step_ms_of[key], rate=rate))
 
     def _judge(self) -> None:
         """Begins a rest if drafting does not pay; during a probe, only at its end."""

@@ -137,7 +137,7 @@ class MergedProposer(ProposerWrapper):
 
         root: _Place = (0, index.end(), 0)
         # the probabilities are worths already, not predictions, and they have been coupled
-        priced = Grown(floor, growth.step_ms, growth.level_ms)
+        priced = Grown(floor, growth.step_ms, growth.level_ms, rate=growth.rate)
         budget = replace(budget, growth=priced, coupling=None)
         num_levels = max(1, int(drafted.depth_N.max()))
         return grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, num_levels)

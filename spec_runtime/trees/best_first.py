@@ -38,7 +38,9 @@ def grow_best_first(
     tree, log_prob = TreeBuilder(root_token), [0.0]
     growth = budget.growth if isinstance(budget.growth, Grown) else Grown()
     min_probability, extra_ms = growth.min_probability, (num_levels - 1) * growth.level_ms
-    outlook = Outlook(growth.step_ms, growth.reliability, extra_ms) if growth.step_ms else None
+    outlook = None
+    if growth.step_ms:
+        outlook = Outlook(growth.step_ms, growth.reliability, extra_ms, growth.rate)
     max_depth = math.inf if budget.max_depth is None else budget.max_depth
     coupling = budget.coupling
     # an entry: (- probability of the path, ticket, depth, parent node, parent's place, token)

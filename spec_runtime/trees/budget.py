@@ -31,6 +31,7 @@ class Grown:
     after the first adds, for a drafter that runs its levels one by one. reliability: what a path's
     probability is worth, as points (predicted, observed), ascending in both; without points a
     probability is worth itself. sampled_trust: by what `at` multiplies this worth at temperature 1.
+    rate: tokens a millisecond of many steps, where it is known.
     """
 
     min_probability: float = 0.0
@@ -38,6 +39,7 @@ class Grown:
     level_ms: float = 0.0
     reliability: tuple[tuple[float, ...], ...] = ()
     sampled_trust: float = 1.0
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_probability <= 1.0:

@@ -206,6 +206,7 @@ def _grow_best(
             growth.level_ms,
             num_run=depth,
             num_left=max_depth - depth,
+            rate=growth.rate,
         ):
             break
         for cost, _, parent, token in level:
@@ -263,7 +264,7 @@ def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenT
     assert tree.log_prob_N is not None, "a tree without probabilities"
     worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
     extra_ms = (num_levels - 1) * growth.level_ms
-    n, _ = payoff.best_size(worth_N, growth.step_ms, extra_ms)
+    n, _ = payoff.best_size(worth_N, growth.step_ms, extra_ms, growth.rate)
     return tree.first(n)
 
 

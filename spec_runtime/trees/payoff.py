@@ -5,13 +5,20 @@ P_1 ≥ P_2 ≥ … and whose step takes t(n) ms commits
 
     rate(n) = (1 + Σ_{i<n} P_i) / t(n)
 
-tokens a millisecond in expectation. t may have steps, so the best n is looked for among all.
+tokens a millisecond in expectation. Where the rate r of many steps is known, as it is within an
+answer, the tree that raises it most is the one of the largest
+
+    worth(n) = 1 + Σ_{i<n} P_i - r t(n):
+
+a sure guess is then no reason to leave out others that pay. t may have steps, so the best n is
+looked for among all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +39,12 @@ def probabilities(
 
 
 def best_size(
-    probability_N: np.ndarray, step_ms: Sequence[float] | np.ndarray, extra_ms: float = 0.0
+    probability_N: np.ndarray,
+    step_ms: Sequence[float] | np.ndarray,
+    extra_ms: float = 0.0,
+    rate: float = 0.0,
 ) -> tuple[int, float]:
-    """Returns the best n and its rate.
+    """Returns the best n, and its worth at this rate; without one, its rate.
 
     `probability_N` falls and leaves out the root; `step_ms[n - 1]` is t(n), to which `extra_ms` is
     added. The longer of the two is cut to the other's length.
@@ -43,18 +53,17 @@ def best_size(
     """
     n = min(len(probability_N) + 1, len(step_ms))
     tokens_N = 1.0 + np.concatenate([[0.0], np.cumsum(probability_N[: n - 1])])
-    rate_N = tokens_N / (np.asarray(step_ms[:n]) + extra_ms)
-    best = int(rate_N.argmax())
-    return best + 1, float(rate_N[best])
+    ms_N = np.asarray(step_ms[:n]) + extra_ms
+    worth_N = tokens_N - rate * ms_N if rate else tokens_N / ms_N
+    best = int(worth_N.argmax())
+    return best + 1, float(worth_N[best])
 
 
 class Outlook:
     """Says, while a tree grows by falling probability, whether more nodes could still pay.
 
-    With n nodes, those of the next one's probability P and no better ones to come, the rate of any
-    larger tree of m nodes is at most
-
-        (tokens(n) + (m - n) P) / t(m).
+    With n nodes, those of the next one's probability P and no better ones to come, any larger tree
+    of m nodes commits at most tokens(n) + (m - n) P in t(m).
     """
 
     def __init__(
@@ -62,27 +71,31 @@ class Outlook:
         step_ms: Sequence[float],
         reliability: Sequence[Sequence[float]] = (),
         extra_ms: float = 0.0,
+        rate: float = 0.0,
     ) -> None:
         self._ms_N = np.asarray(step_ms, np.float64) + extra_ms
         self._more_N = np.arange(1, len(step_ms))
         self._reliability = reliability
-        self._tokens, self._num_nodes = 1.0, 1
-        self._rate = float(1.0 / self._ms_N[0])
+        self._tokens, self._num_nodes, self._rate = 1.0, 1, rate
+        self._best = float(self._worth(1.0, self._ms_N[0]))
 
     def add(self, probability: float) -> bool:
         """Takes the next node, whose path has this probability, or returns False if neither it nor
-        any after it can better the rate."""
+        any after it can be worth more."""
         worth = probability
         if self._reliability:
             worth = float(probabilities([math.log(probability)], self._reliability)[0])
         n = self._num_nodes
         most_N = self._tokens + worth * self._more_N[: len(self._ms_N) - n]
-        if not (most_N > self._rate * self._ms_N[n:]).any():
+        if not (self._worth(most_N, self._ms_N[n:]) > self._best).any():
             return False
         self._tokens += worth
         self._num_nodes += 1
-        self._rate = max(self._rate, float(self._tokens / self._ms_N[n]))
+        self._best = max(self._best, float(self._worth(self._tokens, self._ms_N[n])))
         return True
+
+    def _worth(self, tokens: Any, ms: Any) -> Any:
+        return tokens - self._rate * ms if self._rate else tokens / ms
 
 
 def another_level_pays(
@@ -92,17 +105,18 @@ def another_level_pays(
     level_ms: float,
     num_run: int,
     num_left: int,
+    rate: float = 0.0,
 ) -> bool:
-    """Returns True if drafting more levels could better the rate, were all guesses right.
+    """Returns True if drafting more levels could be worth more, were all guesses right.
 
     After `num_run` levels the best nodes have the probabilities `kept_N`, falling, and the nodes of
     the last level, of probabilities `level_W`, would be expanded next. The children of a node
     together have at most its probability, so at best one child has all of it, and so on down to
     the last of `num_left` levels.
     """
-    _, rate = best_size(kept_N, step_ms, (num_run - 1) * level_ms)
+    _, worth = best_size(kept_N, step_ms, (num_run - 1) * level_ms, rate)
     for more in range(1, num_left + 1):
         best_case = -np.sort(-np.concatenate([kept_N, np.tile(level_W, more)]))
-        if best_size(best_case, step_ms, (num_run - 1 + more) * level_ms)[1] > rate:
+        if best_size(best_case, step_ms, (num_run - 1 + more) * level_ms, rate)[1] > worth:
             return True
     return False
