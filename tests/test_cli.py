@@ -237,13 +237,14 @@ def test_no_prompt_on_a_terminal(
 def test_a_warning_is_one_line_on_stderr(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = toy_engine("parallelspec")
+    engine = toy_engine("prompt_lookup")
     engine._expected = 60.0
+    monkeypatch.setattr(spec_runtime.engine, "JUDGED_STEPS", 12)
     monkeypatch.setattr(spec_runtime, "load", lambda *args, **kwargs: engine)
-    code, out, err = run("generate", PROMPT, "--max-new-tokens", 70, "--bundle", folder)
+    code, out, err = run("generate", PROMPT, "--max-new-tokens", 110, "--bundle", folder)
     warning, summary = err.split("\n")[1:3]
-    assert warning.startswith("warning: drafter parallelspec: accepted length ")
-    assert summary.startswith("70 tokens")
+    assert warning.startswith("warning: drafter prompt_lookup: accepted length ")
+    assert summary.startswith("110 tokens")
     assert (code, "warning" in out, err.count("warning")) == (0, False, 1)
 
 
