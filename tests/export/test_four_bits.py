@@ -51,6 +51,8 @@ def test_minima_are_kept_where_zero_points_are_not_whole() -> None:
     np.testing.assert_allclose(unpack_minima(pack_minima(rows)), rows, atol=1e-5)
     found = unpack_zero_points(pack_zero_points(rows, 32))
     assert np.abs(found - rows).max() > 1e-3, "the other form would have done"
+    mixed = np.concatenate([rows[:, :192], RANDOM[:, :64]], axis=1)  # as Q5_K has it
+    assert form_of(mixed) == Form(True)
 
 
 @pytest.mark.parametrize(
