@@ -12,12 +12,13 @@ stay in their trees. What a pass takes is learnt from the passes that were run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
 from spec_runtime.trees.tree import TokenTree
 
-LEARNT_PASSES = 12  # with so many lanes, which take all nodes, half of them or none, in turn
+LEARNT_PASSES = 12  # which take all nodes, half of them or none, in turn, to learn what they cost
 EXPLORING = 64  # of so many passes one takes all nodes, to learn what they cost now
 COST_WEIGHT = 1 / 32  # of the newest pass in what a row costs
 LEVEL_WEIGHT = 1 / 8  # the same of the mean pass, which changes with every context
@@ -150,7 +151,15 @@ class RowBudget:
         if num_lanes in self._lines:
             self._lines[num_lanes].add(num_rows, seconds)
         else:
-            self._lines[num_lanes] = Line()
+            self._lines[num_lanes] = self._nearest(num_lanes)
+
+    def _nearest(self, num_lanes: int) -> Line:
+        """Returns a copy of the line of nearly as many lanes, where one has been learnt: its rows
+        cost much the same, and its trees need not be tried again."""
+        learnt = [n for n, line in self._lines.items() if line.num_seen >= LEARNT_PASSES]
+        if not learnt:
+            return Line()
+        return copy(self._lines[min(learnt, key=lambda n: abs(n - num_lanes))])
 
     def add_cycle(self, num_tokens: int, seconds: float) -> None:
         """Takes in how many tokens all lanes committed from one pass to the next."""

@@ -346,6 +346,19 @@ def test_costs_are_learnt_from_trees_of_several_sizes() -> None:
     assert seen == {(4, 4), (2, 2), (1, 1)}
 
 
+def test_other_numbers_of_lanes_begin_with_what_rows_cost() -> None:
+    budget = RowBudget()
+    for n in range(4 * LEARNT_PASSES):
+        rows = 2 + n % 5
+        budget.add(2, rows, 0.01 + 0.001 * rows)
+    budget.add(3, 3, 5.0)  # which opens the graph
+    line = budget.line(3)
+    assert line.num_seen >= LEARNT_PASSES
+    assert line.seconds(9) - line.seconds(3) == pytest.approx(0.006, rel=0.1)
+    budget.add(3, 3, 0.03)
+    assert budget.line(2).seconds(3) == pytest.approx(0.013, rel=0.1), "it is a copy"
+
+
 def test_a_lane_rests_while_its_drafts_do_not_pay() -> None:
     gain = Gain()
     for rest in (FIRST_REST, 2 * FIRST_REST):
