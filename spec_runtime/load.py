@@ -252,7 +252,8 @@ class DrafterOpener:
         if profile is None and self._target.lock.is_free_for_thread:
             engine = Engine(self._target, self._tokenizer, opened)
             profile = first_use.profile_for(engine, key, self._entry(name))
-            self._measured[key] = profile  # where nothing can be kept
+            if profile is not None:
+                self._measured[key] = profile  # where nothing can be kept
         return opened if profile is None else _tuned(opened, profile)
 
     def open_lane(self, engine: Engine) -> Engine:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor
 
-PART = 1 << 22  # weights that are quantised at once, which bounds what that takes for a moment
+PART = 1 << 20  # weights that are quantised at once, which bounds what that takes for a moment
 
 Arrays = tuple[np.ndarray, ...]
 

@@ -51,9 +51,10 @@ def quantize(
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
-    weights within ±63. A matrix is read and quantised only when it is written; `rounding` then
-    notes what that changed in the layers' products. `block` is how many int4 weights share a scale
-    where they are not in 4 bits already. Raises UserError if the precision is unknown.
+    weights within ±63. A matrix is read and quantised only when it is written, after a first look
+    at int4, which tells its form; `rounding` then notes what that changed in the layers' products.
+    `block` is how many int4 weights share a scale where they are not in 4 bits already. Raises
+    UserError if the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")

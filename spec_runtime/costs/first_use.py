@@ -32,19 +32,22 @@ SIZES = (1, 2, 4, 8, 16, 32)
 WAIT_SECONDS = 10.0  # for another process
 PASS_SECONDS, LEAST_ROUNDS = 0.7, 1  # for each of two contexts; a round more begins within it
 NUM_NODES, NUM_TOKENS, NUM_DEPTHS = 16, 8, 2
+LEAST_CONTEXT = 64
 PROMPT = 4 * tuple(range(100, 116))  # ids of a text that repeats itself
 CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
 
 log = logging.getLogger("spec_runtime")
 
 
-def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
+def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile | None:
     """Returns the profile of `engine`'s drafter, measured in about two seconds, and keeps it where
     `find` looks for it, if that can be written.
 
     `entry` is the drafter's in the bundle's manifest, if it has one. Where another process measures
-    the same, its profile is waited for.
+    the same, its profile is waited for. Returns None for a context that is too short to measure.
     """
+    if engine.target.max_length < LEAST_CONTEXT:
+        return None
     try:
         with reserved(key):
             profile = find(key)

@@ -95,7 +95,7 @@ def test_a_build_takes_the_file_and_a_layer_at_most_and_says_so(
     most = 1.3 * (large / "model.safetensors").stat().st_size + 4 * LAYER
     assert 4 * V * D < peak - libraries < most  # at least the table in float32
     assert peak < memory < 1.5 * peak
-    assert disk == pytest.approx(written, rel=0.05)
+    assert 0.98 * written < disk < 1.15 * written  # with minima, which not every matrix has
 
 
 class Written(Report):

@@ -250,7 +250,7 @@ def test_deferred_weights_are_read_when_written_and_give_the_same_files(
                     setattr(backbone.get_submodule(owner), own_name, deferred)
         model = to_slots(narrow(export_backbone(backbone), precision), "bias")
         quantize(model, precision)
-        assert not reads
+        assert precision == "int4" or not reads  # whose first rows tell a matrix's form
         save(model, tmp_path / "target.onnx")
         return [(tmp_path / f"target.{end}").read_bytes() for end in ("onnx", "bin")]
 
@@ -258,4 +258,5 @@ def test_deferred_weights_are_read_when_written_and_give_the_same_files(
     # a tied table is stored, and read, once for the embedding and once for the head if quantised
     times = 2 if precision in ("int8", "int4") else 1
     assert reads.count("embedding.weight") == times
-    assert all(reads.count(name) == 1 for name in set(reads) - {"embedding.weight"})
+    often = 2 if precision == "int4" else 1
+    assert all(reads.count(name) == often for name in set(reads) - {"embedding.weight"})
