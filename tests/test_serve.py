@@ -47,7 +47,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def running(bundle: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Runs the command; yields its process and its address once it says it."""
-    command = [sys.executable, "-c", MAIN, "serve", str(bundle), "--port", "0", *options]
+    command = [sys.executable, "-c", MAIN, "serve", str(bundle), "--port", "0"]
+    command += ["--no-profile", *options]  # which says nothing before it serves
     environment = os.environ | {"XDG_CACHE_HOME": str(log.parent / "cache")}
     with open(log, "w") as stdout:
         process = subprocess.Popen(
