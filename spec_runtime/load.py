@@ -251,7 +251,8 @@ class DrafterOpener:
         profile = profiles.find(key) or self._measured.get(key)
         if profile is None and self._target.lock.is_free_for_thread:
             engine = Engine(self._target, self._tokenizer, opened)
-            profile = first_use.profile_for(engine, key, self._entry(name))
+            entry = self._bundle.manifest.entry(name)
+            profile = first_use.profile_for(engine, key, entry)
             if profile is not None:
                 self._measured[key] = profile  # where nothing can be kept
         return opened if profile is None else _tuned(opened, profile)
@@ -270,9 +271,8 @@ class DrafterOpener:
     def lane_bytes(self, drafter: str) -> int:
         """Returns the bytes of the caches that a lane with this drafter has."""
         manifest = self._bundle.manifest
-        name, capacity = drafter.partition("+")[0], _capacity(manifest.target)
-        entries = [entry for entry in manifest.drafters if entry.name == name]
-        graphs = [graph for entry in entries for graph in entry.graphs.values()]
+        capacity, entry = _capacity(manifest.target), manifest.entry(drafter)
+        graphs = [] if entry is None else entry.graphs.values()
         return sum(buffer_bytes(graph, capacity) for graph in [manifest.graphs["target"], *graphs])
 
     def open_passes(self) -> SharedPasses | None:
@@ -292,7 +292,7 @@ class DrafterOpener:
             raise UserError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
-        entry = self._entry(name)
+        entry = self._bundle.manifest.entry(name)
         memory = self._options.memory
         proposer: Proposer
         if memory and name == "prompt_lookup":
@@ -314,10 +314,6 @@ class DrafterOpener:
             proposer = MergedProposer(proposer, lookup_nodes, memory)
         features = self._bundle.manifest.feature_outputs(entry)
         return OpenedDrafter(name, proposer, budget, features, entry.expected_accepted_length)
-
-    def _entry(self, name: str) -> bundles.DrafterInfo | None:
-        drafters = self._bundle.manifest.drafters
-        return next((info for info in drafters if info.name == name), None)
 
     def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
         """Opens a drafter with its fused step; None if there is none and it was not asked for.

@@ -315,6 +315,12 @@ class Manifest:
             f"got drafter {name!r:.80}, expected one this bundle holds: {brief(known)}"
         )
 
+    def entry(self, drafter: str) -> DrafterInfo | None:
+        """Returns the entry of the drafter that an engine names so, "medusa+prompt_lookup" for
+        instance; None for one that every bundle has."""
+        name = drafter.partition("+")[0]
+        return next((info for info in self.drafters if info.name == name), None)
+
     def feature_outputs(self, drafter: DrafterInfo) -> tuple[str, ...]:
         """Names the outputs of the target's graph that make up what a drafter reads as features.
 

@@ -94,8 +94,7 @@ def _measure(
     """Measures under a progress line; the parameters are those of `tune.tune`."""
     from spec_runtime.measure import tune
 
-    name = engine.drafter.partition("+")[0]
-    entry = next((d for d in manifest.drafters if d.name == name), None)
+    entry = manifest.entry(engine.drafter)
     columns = SpinnerColumn(), TextColumn("measuring {task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("")

@@ -115,15 +115,14 @@ class DraftPauser(ProposerWrapper):
     def _at_context(self, budget: Budget) -> Budget:
         """Takes the costs of the context, and returns the budget with its step times and the rate
         so far."""
-        growth = budget.growth
-        is_priced = isinstance(growth, Grown) and bool(growth.step_ms)
-        self._is_free = is_priced and self._all_costs.draft <= FREE * self._all_costs.plain
-        number = self._length // CONTEXT_ROWS
+        number, growth = self._length // CONTEXT_ROWS, budget.growth
         if number not in self._costs_of:
             self._costs_of[number] = self._all_costs.at(number * CONTEXT_ROWS)
         self._costs = self._costs_of[number]
+        self._is_free = False
         if not isinstance(growth, Grown) or not growth.step_ms:
             return budget
+        self._is_free = self._all_costs.draft <= FREE * self._all_costs.plain
         key = number, budget.max_nodes
         if key not in self._step_ms_of:
             self._step_ms_of[key] = self._costs.step_ms(budget.max_nodes)
@@ -141,12 +140,11 @@ class DraftPauser(ProposerWrapper):
             is_lost = self._lost > PROBE_LOSS
             if self._probe and not is_lost:
                 return
-            if self._pays() and not is_lost:
-                self._probe = 0
-                self._next_rest = FIRST_REST
-                return
             self._probe = 0
-            self._begin_rest(round(self._lost / LOSS))
+            if self._pays() and not is_lost:
+                self._next_rest = FIRST_REST
+            else:
+                self._begin_rest(round(self._lost / LOSS))
         elif not self._pays():
             self._begin_rest()
 

@@ -99,8 +99,7 @@ def _load(args: argparse.Namespace, folder: Path, drafter: str, profile: bool = 
 def _tune(args: argparse.Namespace, folder: Path, engine: Engine) -> None:
     """Keeps what `tune` finds with its own prompts."""
     opened = bundles.read(folder, verify=False)
-    name = engine.drafter.partition("+")[0]
-    entry = next((each for each in opened.manifest.drafters if each.name == name), None)
+    entry = opened.manifest.entry(engine.drafter)
     key = profiles.key_of(opened, engine.drafter, args.threads)
     prompts = [engine.encode(prompt) for prompt in tune.PROMPTS]
     calibration = None if entry is None else entry.calibration
