@@ -47,9 +47,20 @@ def test_results_are_not_much_older_than_what_they_are_about(name: str) -> None:
     shallow = ["git", "rev-parse", "--is-shallow-repository"]
     if subprocess.run(shallow, cwd=ages.ROOT, capture_output=True, text=True).stdout != "false\n":
         pytest.skip("this checkout has no history")
-    age = ages.commits_since(results.load(name)["provenance"]["commit"])
+    age = ages.commits_since(results.load(name)["provenance"]["commit"], name)
     assert age is not None, "its commit is not in the history: measure it anew"
     assert age <= MAX_AGE, f"measured {age} commits of the packages ago: measure it anew"
+
+
+def test_figures_of_engines_do_not_age_with_the_server() -> None:
+    command = ["git", "log", "--format=%H", "--", ages.SERVER]
+    done = subprocess.run(command, cwd=ages.ROOT, capture_output=True, text=True, check=False)
+    if len(commits := done.stdout.split()) < 2:
+        pytest.skip("this checkout has no history")
+    of_servers, of_engines = (ages.commits_since(commits[-1], name) for name in ("soak", "sweep"))
+    assert of_servers is not None
+    assert of_engines is not None
+    assert of_engines < of_servers
 
 
 def test_what_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
