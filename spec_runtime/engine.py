@@ -7,10 +7,10 @@ target's cache holds, as long as no other engine has taken the target.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, Unpack
+from typing import Any, NamedTuple, Protocol, Self, Unpack
 
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.bundle.memory import available_bytes
@@ -22,6 +22,7 @@ from spec_runtime.generate import WAITS, Gate, Generation, generate
 from spec_runtime.machine import give_back_memory
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.constrained import ConstrainedProposer
+from spec_runtime.requests.answer import form_of
 from spec_runtime.requests.call import Call, Steps, read_chunks, read_result, read_texts
 from spec_runtime.requests.options import CallOptions, read_options
 from spec_runtime.requests.result import Chunk, GenerationResult
@@ -366,17 +367,20 @@ class Engine:
             tools=request.tools,
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
+            template_kwargs=request.template_kwargs,
         )
         text = TextStream(self.tokenizer.decode, params.stop, ids)
+        form = form_of(self.tokenizer, ids, request.tools)
         if params.grammar is None:
-            return Call(ids, request, text)
+            return Call(ids, request, text, form)
         grammar, tokenizer, num_logits = params.grammar, self.tokenizer, self.target.vocab_size
 
         def compile_grammar(interruption: Interruption) -> PathMasks:
             matcher = tokenizer.matcher(grammar, num_logits, interruption)
-            return PathMasks(matcher, tokenizer.eos)
+            thinking = form.after_thinking(matcher, tokenizer.eos, num_logits)
+            return PathMasks(thinking, tokenizer.eos)
 
-        return Call(ids, request, text, compile_grammar)
+        return Call(ids, request, text, form, compile_grammar)
 
     def answer(
         self, call: Call, gate: Gate | None = None
@@ -416,14 +420,23 @@ class Engine:
         tools: Tools | None = None,
         continue_final: bool = False,
         control_tokens: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context.
 
         `control_tokens` lets the names of control tokens in the prompt, such as "<|im_end|>",
         become these tokens. None allows it only in raw prompts: what a user types is text.
+        `template_kwargs` are further variables of the chat template.
         """
         ids = encode_prompt(
-            self.tokenizer, prompt, raw, system, tools, continue_final, control_tokens
+            self.tokenizer,
+            prompt,
+            raw,
+            system,
+            tools,
+            continue_final,
+            control_tokens,
+            template_kwargs,
         )
         if len(ids) > self.target.max_length:
             raise ContextLengthError(len(ids), self.target.max_length)
@@ -604,7 +617,7 @@ class Engine:
             stop = tokens[-1]
         asked = None if params.logprobs is None else logprobs
         result = GenerationResult(
-            text.text, tokens, reason, stats, params.rule, asked, stop, text.ends
+            text.text, tokens, reason, stats, params.rule, asked, stop, text.ends, call.form
         )
         self.last_result = result
         return result

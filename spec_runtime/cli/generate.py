@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 
 if TYPE_CHECKING:
-    from spec_runtime import Engine, GenerationResult
+    from spec_runtime import Chunk, Engine, GenerationResult
     from spec_runtime.sampling import SamplingOptions
 
 
@@ -45,6 +47,7 @@ def command(
             allow_dash=True,
         ),
     ] = None,
+    template_kwargs: options.TemplateKwargs = None,
     control_tokens: options.ControlTokens = False,
     show_accepted: options.ShowAccepted = False,
     as_json: Annotated[
@@ -65,7 +68,13 @@ def command(
     wanted = answer_format.response_format(json_schema, regex, grammar)
     asked = _read_prompt(prompt, messages)
     engine = options.open_engine(bundle, loading)
-    prompt_ids = engine.encode(asked, raw, system, control_tokens=control_tokens or None)
+    prompt_ids = engine.encode(
+        asked,
+        raw,
+        system,
+        control_tokens=control_tokens or None,
+        template_kwargs=options.template_kwargs(template_kwargs),
+    )
     settings["response_format"] = wanted
     if trace is not None:
         _trace(engine, prompt_ids, settings, trace, as_json)
@@ -74,11 +83,31 @@ def command(
         print(json.dumps(report(engine.generate(prompt_ids, **settings))))
         return
     coloured = Console() if show_accepted else None
-    for chunk in engine.chunks(prompt_ids, **settings):
+    chunks: Iterable[Chunk] = engine.chunks(prompt_ids, **settings)
+    if wanted is not None:
+        chunks = _without_thinking(engine, prompt_ids, chunks)
+    for chunk in chunks:
         print_chunk(chunk, coloured)
     print(flush=True)
     assert engine.last_result is not None
     print(options.summary_line(engine.last_result), file=sys.stderr)
+
+
+def _without_thinking(
+    engine: "Engine", prompt: list[int], chunks: "Iterable[Chunk]"
+) -> "Iterator[Chunk]":
+    """Yields the chunks of an answer without the model's thinking, which fits no grammar."""
+    from spec_runtime.requests.answer import form_of
+    from spec_runtime.requests.result import Piece
+    from spec_runtime.text.thinking import ThinkingReader
+
+    form = form_of(engine.tokenizer, prompt)
+    reader = ThinkingReader(form.tags, form.is_begun)
+    for chunk in chunks:
+        pieces = [Piece(reader.push(each.text)[1], each.depth) for each in chunk.pieces]
+        if chunk.result is not None:
+            pieces.append(Piece(reader.push("", is_end=True)[1], 0))
+        yield replace(chunk, pieces=tuple(pieces), text="".join(each.text for each in pieces))
 
 
 def _require_traceable(trace: Path, show_accepted: bool, fused: bool | None) -> None:
@@ -140,8 +169,9 @@ def _standard_input(what: str) -> str:
 def report(result: "GenerationResult") -> dict[str, Any]:
     """Returns what ``--json`` prints; times are seconds, logarithms natural."""
     stats = result.stats
-    figures = {
+    figures: dict[str, Any] = {
         "text": result.text,
+        **({"reasoning": result.reasoning, "content": result.content} if result.reasoning else {}),
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
         "tokens_per_second": stats.tokens_per_second,

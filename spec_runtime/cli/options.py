@@ -12,6 +12,7 @@ from spec_runtime.cli.flags import Flags, whole
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import write_atomically
 from spec_runtime.load import LoadOptions
+from spec_runtime.mapping import brief, parse_json
 from spec_runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,6 +78,14 @@ ControlTokens = Annotated[
         help="Names of control tokens in the text, such as <|im_end|>, become these tokens",
     ),
 ]
+TemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        "--template-kwargs",
+        metavar="JSON",
+        help='Further variables of the chat template, such as {"enable_thinking": false}',
+    ),
+]
 System = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +94,18 @@ System = Annotated[
         callback=lambda text: text and whole(text, "a system prompt"),
     ),
 ]
+
+
+def template_kwargs(text: str | None) -> dict[str, Any] | None:
+    """Returns the variables that `--template-kwargs` gives. Raises UserError for text that is no
+    JSON; the chat template itself says which names it reads."""
+    try:
+        variables: dict[str, Any] | None = None if text is None else parse_json(text)
+    except ValueError as error:
+        raise UserError(
+            f"got --template-kwargs {brief(text, 80)} ({brief(error, 80)}), expected a JSON object"
+        ) from None
+    return variables
 
 
 def open_engine(bundle: Path | None, loading: dict[str, Any]) -> "Engine":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 
 from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.requests.options import Request
 from spec_runtime.requests.result import Chunk, GenerationResult, Piece
 from spec_runtime.sampling import SamplingParams
@@ -22,8 +23,8 @@ class Call:
     """A checked prompt with its options, for one generation, see Engine.prepare.
 
     Its time runs from its making on. `is_stream` says that its thread leaves it between two steps.
-    `compile_grammar` makes the masks of the grammar that the answer has to keep to; None is free
-    text.
+    `form` says how the answer is read. `compile_grammar` makes the masks of the grammar that it has
+    to keep to; None is free text.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Call:
         prompt: list[int],
         request: Request,
         text: TextStream,
+        form: AnswerForm,
         compile_grammar: Callable[[Interruption], PathMasks] | None = None,
     ) -> None:
         self.prompt = prompt
         self.params: SamplingParams = request.sampling
         self.reuse = request.reuse
         self.text = text
+        self.form = form
         self.masks: PathMasks | None = None
         self._compile_grammar = compile_grammar
         self.interruption: Interruption = request.interruption()

@@ -22,8 +22,9 @@ class CallOptions(SamplingOptions, total=False):
 
     `raw` takes a string past the chat template. `system` is the system prompt of a string or of
     messages without one. `tools` are functions in OpenAI's form, which the chat template shows to
-    the model (see constraints/tools.py). `continue_final` goes on with the last message, an answer
-    of the assistant's that has begun; the result has what is added. `control_tokens` lets the names
+    the model (see constraints/tools.py). `template_kwargs` are further variables that it reads,
+    such as {"enable_thinking": False}. `continue_final` goes on with the last message, an answer of
+    the assistant's that has begun; the result has what is added. `control_tokens` lets the names
     of control tokens in the prompt, such as "<|im_end|>", become these tokens; None does so in raw
     prompts only. `reuse` keeps the KV of the prefix shared with the previous call, unless there is
     a seed and the target is not fp32, whose rows would then depend on that call. `params` are taken
@@ -39,6 +40,7 @@ class CallOptions(SamplingOptions, total=False):
     raw: bool
     system: str | None
     tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any] | None
     continue_final: bool
     control_tokens: bool | None
     reuse: bool
@@ -54,6 +56,7 @@ class Request(Checked):
     raw: Annotated[bool, Option("No chat template around the prompt")] = False
     system: Annotated[str | None, Option("System prompt")] = None
     tools: Tools | None = None
+    template_kwargs: Mapping[str, Any] | None = None
     continue_final: bool = False
     control_tokens: Annotated[
         bool | None,

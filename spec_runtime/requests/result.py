@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from spec_runtime.constraints.tools import ToolCall
+from spec_runtime.requests.answer import Answer, AnswerForm
 from spec_runtime.sampling import TokenLogprob
 from spec_runtime.stats import Stats
 
@@ -13,20 +16,26 @@ class Usage:
     """Counts the tokens of one call.
 
     `reused_tokens` are those of the prompt whose KV was still there. `drafted_tokens` are all that
-    drafters guessed, right or wrong; `completion_tokens` are the answer's.
+    drafters guessed, right or wrong; `completion_tokens` are the answer's, of which
+    `reasoning_tokens` are its thinking.
     """
 
     prompt_tokens: int
     reused_tokens: int
     completion_tokens: int
     drafted_tokens: int
+    reasoning_tokens: int
 
 
 @dataclass(frozen=True)
 class GenerationResult:
     """Holds one answer.
 
-    `text` is without the stop string; `token_ids` include the EOS or the token that ended it.
+    `text` is all that the model wrote, without the stop string. Of it `reasoning` is the thinking
+    between a model's tags, `tool_calls` are the calls of the tools that the prompt had, and
+    `content` is the rest, the answer itself: that alone fits a `response_format`.
+
+    `token_ids` include the EOS or the token that ended it.
     `acceptance` is greedy, target_sampling, rejection or typical. `logprobs` belong to `token_ids`,
     if the request asked for them. `stop` is what ended it where the finish reason is "stop": the
     stop string, or the token's id. `text_ends` says of each of `token_ids` how many characters of
@@ -42,6 +51,26 @@ class GenerationResult:
     logprobs: list[TokenLogprob] | None = None
     stop: str | int | None = None
     text_ends: list[int] = field(default_factory=list)
+    form: AnswerForm = field(default_factory=AnswerForm, repr=False, compare=False)
+
+    @property
+    def reasoning(self) -> str:
+        """Returns the model's thinking, an empty text if there is none."""
+        return self._answer.thinking
+
+    @property
+    def content(self) -> str:
+        """Returns the text without the thinking and the calls of tools."""
+        return self._answer.content
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """Returns the calls of tools in the answer."""
+        return self._answer.calls
+
+    @cached_property
+    def _answer(self) -> Answer:
+        return self.form.read(self.text)
 
     @property
     def preserves_distribution(self) -> bool:
@@ -57,6 +86,7 @@ class GenerationResult:
             reused_tokens=stats.reused_tokens,
             completion_tokens=len(self.token_ids),
             drafted_tokens=stats.drafted_tokens,
+            reasoning_tokens=self.form.num_thinking_tokens(self.text, self.text_ends),
         )
 
 

@@ -23,7 +23,12 @@ def usage(results: Sequence[GenerationResult], num_prompts: int = 1) -> Object:
     prompt = sum(result.stats.prompt_tokens for result in each_prompt)
     reused = sum(result.stats.reused_tokens for result in each_prompt)
     completion = sum(len(result.token_ids) for result in results)
-    return {**counted(prompt, completion), "prompt_tokens_details": {"cached_tokens": reused}}
+    reasoning = sum(result.usage.reasoning_tokens for result in results)
+    return {
+        **counted(prompt, completion),
+        "prompt_tokens_details": {"cached_tokens": reused},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }
 
 
 def counted(prompt: int, completion: int) -> Object:

@@ -6,7 +6,7 @@ cannot obey. Known fields without an effect on the answer are taken and ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Le, MaxLen
 from pydantic import (
@@ -24,9 +24,13 @@ from spec_runtime.errors import UserError
 from spec_runtime.options import declared, members_of
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 
+if TYPE_CHECKING:
+    from spec_runtime.text.chat_template import ChatTemplate
+
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
 MAX_STOPS, MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 16, 20, 5
 AS_FITS = -1  # as a number of tokens: as many as the context has room for
+NO_EFFORT = "none"  # as `reasoning_effort`: no thinking
 SMALLEST_TOP_P = 1e-6  # stands for 0, which OpenAI allows: only the likeliest token
 
 Whole = Annotated[int, Strict()]
@@ -211,6 +215,8 @@ class ChatRequest(_Request):
     parallel_tool_calls: Flag | None = None
     modalities: list[Literal["text"]] | None = None
     add_special_tokens: Literal[False] | None = None  # the chat template writes BOS
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     # Refused unless they are null, as some clients send them.
     functions: None = None
@@ -222,7 +228,6 @@ class ChatRequest(_Request):
     metadata: dict[str, Any] | None = None
     store: Flag | None = None
     service_tier: str | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -245,6 +250,27 @@ class ChatRequest(_Request):
     def usable_tools(self) -> list[dict[str, Any]] | None:
         """Returns the tools that the model may call, None for none."""
         return None if self.tool_choice == "none" else self.tools or None
+
+    def template_kwargs(
+        self, template: ChatTemplate | None, thinks: bool | None = None
+    ) -> dict[str, Any]:
+        """Returns the variables of the chat template: those that the request gives, and before them
+        what its effort, or `thinks`, means to this template. Raises UserError for those that the
+        template does not read."""
+        given = self.chat_template_kwargs or {}
+        if template is None:
+            return given
+        effort, meant = self.reasoning_effort, dict[str, Any]()
+        if effort is not None:
+            thinks = effort != NO_EFFORT
+            if "reasoning_effort" in template.variables:
+                meant["reasoning_effort"] = effort
+        if thinks is not None:
+            meant |= template.switched(thinks)
+        try:
+            return {**meant, **template.checked_variables(given)}
+        except UserError as error:
+            raise UserError(str(error), param="chat_template_kwargs") from None
 
     def options(self, room: int) -> SamplingOptions:
         """Returns the engine's options; without a number of tokens, `room` is the most."""

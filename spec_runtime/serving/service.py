@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from spec_runtime.lanes.answering import (
     undrafted,
 )
 from spec_runtime.lanes.batch import Batch
+from spec_runtime.requests.answer import AnswerForm, GetForm, form_of
 from spec_runtime.requests.call import Call
 from spec_runtime.sampling import LogitsProcessor
 from spec_runtime.serving.answers import Answers
@@ -37,7 +38,6 @@ from spec_runtime.serving.responses.store import ResponseStore
 from spec_runtime.serving.schemas import ChatMessage, ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.streams import EventStream, unless_gone
-from spec_runtime.serving.tool_calls import CallReader, MakeReader
 from spec_runtime.serving.writers import ChatWriter, ChoicesReply, CompletionWriter, Reply
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 from spec_runtime.text.messages import Tools
@@ -89,8 +89,8 @@ class Service:
         """Answers /v1/chat/completions."""
         texts = self._texts(body)
 
-        def make_reply(make_reader: MakeReader | None) -> Reply:
-            writer = ChatWriter(self.settings.name, texts, make_reader)
+        def make_reply(get_form: GetForm) -> Reply:
+            writer = ChatWriter(self.settings.name, texts, get_form)
             return ChoicesReply(writer, body.stream_options)
 
         return await self._chat(body, request, make_reply)
@@ -98,10 +98,11 @@ class Service:
     async def messages(self, body: MessagesRequest, request: Request) -> Response:
         """Answers /v1/messages, as the chat that says the same."""
 
-        def make_reply(make_reader: MakeReader | None) -> Reply:
-            return MessageReply(self.settings.name, make_reader)
+        def make_reply(get_form: GetForm) -> Reply:
+            return MessageReply(self.settings.name, get_form, body.thinks)
 
-        return await self._chat(body.as_chat(), request, make_reply, body.is_begun)
+        chat = body.as_chat()
+        return await self._chat(chat, request, make_reply, body.is_begun, thinks=body.thinks)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answers /v1/responses, as the chat that says the same after what is kept."""
@@ -114,8 +115,8 @@ class Service:
             if body.store is not False:
                 self.kept.keep(response, before, body.items)
 
-        def make_reply(make_reader: MakeReader | None) -> Reply:
-            return ResponseReply(self.settings.name, body.repeated(), make_reader, keep)
+        def make_reply(get_form: GetForm) -> Reply:
+            return ResponseReply(self.settings.name, body.repeated(), get_form, keep)
 
         return await self._chat(chat, request, make_reply, field="input")
 
@@ -125,7 +126,9 @@ class Service:
         self.require_model(chat.model)
 
         def encode() -> list[int]:
-            return self.encode_messages(chat.messages, chat.usable_tools, body.is_begun)
+            template_kwargs = chat.template_kwargs(self.engine.tokenizer.template, body.thinks)
+            tools = chat.usable_tools
+            return self.encode_messages(chat.messages, tools, body.is_begun, template_kwargs)
 
         return Json({"input_tokens": len(await self.in_preparation(encode, request))})
 
@@ -141,13 +144,25 @@ class Service:
         return found[0]
 
     def encode_messages(
-        self, messages: Sequence[ChatMessage], tools: Tools | None, is_begun: bool
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Tools | None,
+        is_begun: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the ids of messages, however many these are; the last one is the beginning of the
         answer if it `is_begun`."""
         plain = [message.plain() for message in messages]
         try:
-            return encode_prompt(self.engine.tokenizer, plain, False, None, tools, is_begun)
+            return encode_prompt(
+                self.engine.tokenizer,
+                plain,
+                False,
+                None,
+                tools,
+                is_begun,
+                template_kwargs=template_kwargs,
+            )
         except UserError as error:
             raise as_api_error(error, "messages") from error
 
@@ -155,31 +170,38 @@ class Service:
         self,
         body: ChatRequest,
         request: Request,
-        make_reply: Callable[[MakeReader | None], Reply],
+        make_reply: Callable[[GetForm], Reply],
         is_begun: bool = False,
         field: str = "messages",
+        thinks: bool | None = None,
     ) -> Response:
         """Answers a chat, whose last message is the beginning of the answer if it `is_begun`.
-        `make_reply` gets what makes a reader of tool calls, if the chat has tools. `field` is the
-        request's that holds the messages."""
+        `make_reply` gets what says how answers are read, once there are some. `field` is the
+        request's that holds the messages. `thinks` says whether the model is to think, None leaves
+        that to the request's further fields."""
         self._check(body.model, body.num_choices)
         messages = [message.plain() for message in body.messages]
-        template = self.engine.tokenizer.template
-        family = "" if template is None else template.tool_family
-        tools = body.usable_tools
+        codec, tools = self.engine.tokenizer, body.usable_tools
+        family = "" if codec.template is None else codec.template.tool_family
+        forms: list[AnswerForm] = []  # `prepare` fills it
 
         def prepare() -> list[Call]:
-            prompt = self._encoded(messages, field, tools=tools, continue_final=is_begun)
+            template_kwargs = body.template_kwargs(codec.template, thinks)
+            prompt = self._encoded(
+                messages,
+                field,
+                tools=tools,
+                continue_final=is_begun,
+                template_kwargs=template_kwargs,
+            )
+            at_most = 1 if body.parallel_tool_calls is False else None
+            forms.append(replace(form_of(codec, prompt, tools), at_most=at_most))
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
             return self._calls(prompt, SamplingParams(**options), body)
 
-        def make_reader() -> CallReader:
-            at_most = 1 if body.parallel_tool_calls is False else None
-            return CallReader(family, tools or (), at_most)
-
-        reply = make_reply(make_reader if tools else None)
+        reply = make_reply(lambda: forms[0])
         return await self._answer(request, prepare, reply, bool(body.stream))
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
@@ -272,6 +294,7 @@ class Service:
         raw: bool = False,
         tools: Tools | None = None,
         continue_final: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
         has_bos: bool = True,
     ) -> list[int]:
         """Returns the ids of the prompt in this field of the request, within the server's limit.
@@ -279,7 +302,13 @@ class Service:
         try:
             if isinstance(prompt, str) and not has_bos:
                 prompt = self.engine.tokenizer.encode(prompt, special_tokens=False)
-            ids = self.engine.encode(prompt, raw, tools=tools, continue_final=continue_final)
+            ids = self.engine.encode(
+                prompt,
+                raw,
+                tools=tools,
+                continue_final=continue_final,
+                template_kwargs=template_kwargs,
+            )
         except UserError as error:
             raise as_api_error(error, field) from error
         return self.check_prompt(ids, field)

@@ -27,6 +27,7 @@ class TokenizeRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: Flag | None = None  # to a text: BOS, where the tokenizer adds it
     add_generation_prompt: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: Flag | None = None
     return_token_strs: Flag | None = None
 
@@ -55,7 +56,8 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
         if body.prompt is not None:
             return codec.encode(body.prompt, special_tokens=body.add_special_tokens is not False)
         is_begun = bool(body.continue_final_message)
-        return service.encode_messages(body.messages or [], body.tools, is_begun)
+        template_kwargs = body.chat_template_kwargs
+        return service.encode_messages(body.messages or [], body.tools, is_begun, template_kwargs)
 
     ids = await service.in_preparation(encode, request)
     reply: dict[str, Any] = {

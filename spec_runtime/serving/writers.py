@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult, TokenLogprob
+from spec_runtime.requests.answer import AnswerForm, AnswerReader, GetForm
+from spec_runtime.requests.call_reader import Part
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.replies import (
     Echo,
@@ -20,7 +23,6 @@ from spec_runtime.serving.replies import (
 )
 from spec_runtime.serving.schemas import StreamOptions
 from spec_runtime.serving.streams import event_of
-from spec_runtime.serving.tool_calls import CallReader, MakeReader, written
 
 
 class Reply(Protocol):
@@ -81,51 +83,47 @@ class ChoicesReply:
 
 
 class ChatWriter:
-    """Writes choices of /v1/chat/completions; `make_reader` makes a reader of the tool calls in
-    one answer, where the request has tools."""
+    """Writes choices of /v1/chat/completions; `get_form` says how they are read, once one has
+    begun."""
 
-    def __init__(
-        self, model: str, texts: TokenTexts, make_reader: MakeReader | None = None
-    ) -> None:
+    def __init__(self, model: str, texts: TokenTexts, get_form: GetForm = AnswerForm) -> None:
         self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._texts = texts
-        self._make_reader = make_reader
-        self._readers: dict[int, CallReader | None] = {}  # of the choices that have begun
+        self._get_form = get_form
+        self._begun: dict[int, _ChatChoice] = {}
         self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
-        if index not in self._readers:
-            self._readers[index] = None if self._make_reader is None else self._make_reader()
+        if index not in self._begun:
+            self._begun[index] = _ChatChoice(self._get_form().reader())
             yield self._part(index, {"role": "assistant", "content": ""})
-        reader = self._readers[index]
-        text = chunk.text if reader is None else reader.push(chunk.text)
+        choice = self._begun[index]
         shown = self._shown[index].take(chunk)
         logprobs = self._texts.chat(shown) if shown else None
-        if text or logprobs:
-            yield self._part(index, {"content": text}, logprobs)
-        if chunk.result is None:
-            return
-        reason = finish_reason(chunk.result)
-        if reader is not None:
-            rest, calls = reader.finish()
-            if rest:
-                yield self._part(index, {"content": rest})
-            for number, call in enumerate(written(calls)):
-                yield self._part(index, {"tool_calls": [{"index": number, **call}]})
-            reason = "tool_calls" if calls else reason
-        yield {**self._part(index, {}), "finish_reason": reason}
+        deltas = choice.deltas(chunk)
+        for delta in deltas or [{"content": ""}] * (logprobs is not None):
+            yield self._part(index, delta, logprobs)
+            logprobs = None
+        if chunk.result is not None:
+            reason = "tool_calls" if choice.has_calls else finish_reason(chunk.result)
+            yield {**self._part(index, {}), "finish_reason": reason}
 
     def _part(self, index: int, delta: Object, logprobs: Object | None = None) -> Object:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def whole(self, index: int, result: GenerationResult) -> Object:
         reason = finish_reason(result)
-        message: Object = {"role": "assistant", "content": result.text, "refusal": None}
-        if self._make_reader is not None:
-            text, calls = self._make_reader().read(result.text)
-            if calls:
-                message |= {"content": text or None, "tool_calls": written(calls)}
-                reason = "tool_calls"
+        answer = self._get_form().read(result.text)
+        message: Object = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.thinking:
+            message["reasoning_content"] = answer.thinking
+        if answer.calls:
+            calls = [
+                {**_begun_call(), "function": {"name": name, "arguments": arguments}}
+                for name, arguments in answer.calls
+            ]
+            message |= {"content": answer.content or None, "tool_calls": calls}
+            reason = "tool_calls"
         return {
             "index": index,
             "message": message,
@@ -134,6 +132,40 @@ class ChatWriter:
             else self._texts.chat(_shown(self._texts, result)),
             "finish_reason": reason,
         }
+
+
+class _ChatChoice:
+    """Writes the deltas of one choice of a stream."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
+        self._num_calls = 0
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def deltas(self, chunk: Chunk) -> list[Object]:
+        """Returns the deltas for a chunk."""
+        parts = self._reader.push(chunk.text)
+        if chunk.result is not None:
+            parts += self._reader.finish()
+        return [self._delta(part) for part in parts]
+
+    def _delta(self, part: Part) -> Object:
+        if part.kind == "text":
+            return {"content": part.text}
+        if part.kind == "thinking":
+            return {"reasoning_content": part.text}
+        call: Object = {"function": {"arguments": part.text}}
+        if part.kind == "call":
+            self._num_calls += 1
+            call = {**_begun_call(), "function": {"name": part.text, "arguments": ""}}
+        return {"tool_calls": [{"index": self._num_calls - 1, **call}]}
+
+
+def _begun_call() -> Object:
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
 
 
 class CompletionWriter:

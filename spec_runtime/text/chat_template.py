@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -29,8 +29,9 @@ from jinja2.visitor import NodeTransformer
 
 from spec_runtime.constraints.tools import family_of
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief
+from spec_runtime.mapping import brief, parse_json
 from spec_runtime.text.messages import Message, Tools
+from spec_runtime.text.thinking import tags_of
 from spec_runtime.text.tool_prompts import ToolPrompter
 
 MAX_SECONDS = 5.0  # of one rendering
@@ -39,6 +40,11 @@ MAX_WEIGHT = 16 << 20  # of one value, see _weight
 MAX_TOTAL = 1 << 30  # of all values that one rendering makes
 _ITEM_WEIGHT = 8  # of everything that is no text
 _MAX_BITS = 1 << 13  # of an integer
+
+# Variables that say whether the model thinks, by one of which most templates ask.
+SWITCHES = ("enable_thinking", "thinking")
+# Variables that are the renderer's own.
+_OWN = frozenset(("messages", "tools", "add_generation_prompt"))
 
 # Filters that no prompt needs and whose work is hard to bound.
 _DROPPED_FILTERS = (
@@ -79,29 +85,43 @@ class ChatTemplate:
             )
         self._environment = environment = _Environment()
         try:
-            tree = _Weighing().visit(environment.parse(source))
+            parsed = environment.parse(source)
+            found = meta.find_undeclared_variables(parsed)
+            tree = _Weighing().visit(parsed)
             tree.set_lineno(1)
             tree.set_environment(environment)
             self._template = environment.from_string(tree)
         except Exception as error:  # parsing and compiling what a stranger wrote raises anything
             raise UserError(f"{name} is not valid: {_reason(error)}") from None
+        # what callers may set: everything that the template reads besides
+        self.variables = frozenset(found - _OWN - self.special_tokens.keys())
+        self.tags = tags_of(source)
 
-    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
-        """Returns the messages as one text that ends where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        variables: Mapping[str, Any] | None = None,
+        is_asked: bool = True,
+    ) -> str:
+        """Returns the messages as one text that ends where the assistant's answer begins, or before
+        what the template writes there, if no answer `is_asked`.
 
         `tools` are functions in OpenAI's form. A template that knows none gets them, and calls and
-        their results, as text. Raises UserError if the template refuses the messages, fails, or
-        goes beyond a limit, and for tools in another form.
+        their results, as text. `variables` are further ones that the template reads, see
+        `checked_variables`. Raises UserError if the template refuses the messages, fails, or goes
+        beyond a limit, and for tools in another form.
         """
         prepared, checked_tools = self._prompter.prepared(messages, tools)
+        given = {"documents": None, **(variables or {})}
         self._environment.limits.start()
         try:
             return self._template.render(
                 self.special_tokens,
                 messages=prepared,
-                add_generation_prompt=True,
+                add_generation_prompt=is_asked,
                 tools=checked_tools,
-                documents=None,
+                **given,
             )
         except _MessagesRefused as error:
             raise UserError(f"{self._name} refuses these messages: {error}") from None
@@ -109,6 +129,48 @@ class ChatTemplate:
             raise UserError(
                 f"{self._name} cannot render these messages: {_reason(error)}"
             ) from None
+
+    def checked_variables(self, variables: Any) -> dict[str, Any]:
+        """Returns variables for `render` as plain values of JSON. Raises UserError for names that
+        the template does not read, and for values of another kind."""
+        if not isinstance(variables, Mapping):
+            raise _variable_error(
+                f"got template_kwargs {brief(repr(variables), 80)}", "a mapping of names to values"
+            )
+        for name in variables:
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "none: it reads no variables"
+                raise _variable_error(
+                    f"got {brief(repr(name), 80)}, which the chat template does not read", known
+                )
+        try:
+            plain: dict[str, Any] = parse_json(json.dumps(dict(variables)))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _variable_error(
+                f"got a value that cannot be written as JSON ({brief(error, 80)})",
+                "objects, arrays, strings, numbers, booleans and null",
+            ) from None
+        return plain
+
+    def switched(self, thinks: bool) -> dict[str, Any]:
+        """Returns the variables by which this template lets the model think, or not; none where it
+        has no such variable."""
+        return {name: thinks for name in SWITCHES if name in self.variables}
+
+    @functools.cached_property
+    def opening(self) -> str:
+        """Returns what the template writes before every answer, such as "<assistant>"; an empty
+        text where that cannot be told."""
+        messages: list[Message] = [{"role": "user", "content": "a"}]
+        try:
+            before, asked = (self.render(messages, is_asked=each) for each in (False, True))
+        except UserError:
+            return ""
+        return asked.removeprefix(before) if asked.startswith(before) else ""
+
+
+def _variable_error(got: str, expected: str) -> UserError:
+    return UserError(f"{got}, expected {expected}", param="template_kwargs")
 
 
 class _MessagesRefused(Exception):

@@ -28,6 +28,7 @@ def encode_prompt(
     tools: Tools | None = None,
     continue_final: bool = False,
     control_tokens: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Returns the token ids of a prompt.
 
@@ -40,7 +41,8 @@ def encode_prompt(
     tokens where a text or a message holds them. None allows it in raw prompts only, whose writer
     does the template's work; elsewhere they are ordinary text.
 
-    `tools` need a chat template. Raises UserError for anything that cannot be a prompt.
+    `tools` and `template_kwargs`, further variables of the template, need a chat template. Raises
+    UserError for anything that cannot be a prompt.
     """
     if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
         raise UserError(
@@ -52,12 +54,20 @@ def encode_prompt(
             "which shows them to the model",
             param="tools",
         )
+    if template_kwargs and (raw or codec.template is None or not _is_chat(prompt)):
+        raise UserError(
+            "got template_kwargs, expected them with messages or a string for a bundle's chat "
+            "template, which reads them",
+            param="template_kwargs",
+        )
     is_marked = not (raw if control_tokens is None else control_tokens)
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            ids = _encode_messages(codec, codec.template, messages, system, tools, is_marked)
+            ids = _encode_messages(
+                codec, codec.template, messages, system, tools, template_kwargs, is_marked
+            )
             return _some(codec, ids)
         if system is not None:
             raise UserError("got a system prompt, expected none without a chat template")
@@ -72,7 +82,15 @@ def encode_prompt(
             raise UserError(f"got messages, expected a string or token ids: {why}")
         answers = prompt.answers if isinstance(prompt, Dialogue) else None
         ids = _encode_messages(
-            codec, codec.template, items, system, tools, is_marked, continue_final, answers
+            codec,
+            codec.template,
+            items,
+            system,
+            tools,
+            template_kwargs,
+            is_marked,
+            continue_final,
+            answers,
         )
         return _some(codec, ids)
     if system is not None:
@@ -136,12 +154,14 @@ def _encode_messages(
     messages: Sequence[Message],
     system: str | None,
     tools: Tools | None,
+    template_kwargs: Mapping[str, Any] | None,
     is_marked: bool,
     continue_final: bool = False,
     answers: KeptAnswers | None = None,
 ) -> list[int]:
-    """Returns the ids of messages and tools; if `is_marked`, no name of a control token in them
-    becomes that token. Answers that `answers` has kept have their own ids."""
+    """Returns the ids of messages, tools and the template's further variables; if `is_marked`, no
+    name of a control token in them becomes that token. Answers that `answers` has kept have their
+    own ids."""
     messages = [plain_message(message) for message in messages]
     if system is not None:
         if not isinstance(system, str):
@@ -153,12 +173,15 @@ def _encode_messages(
     if is_marked:
         messages = [codec.marked(each, each["role"] == "assistant") for each in messages]
         tools = codec.marked(checked_tools(tools)) if tools else None
+    variables = template.checked_variables(template_kwargs) if template_kwargs else {}
+    if is_marked:
+        variables = {name: codec.marked(value) for name, value in variables.items()}
     begun = ""
     if continue_final:
         *messages, last = messages
         begun = last["content"]
     # the template writes BOS itself where the model wants one
-    text = template.render(messages, tools) + begun
+    text = template.render(messages, tools, variables) + begun
     if answers is not None:
         return answers.encode(codec, text, is_marked)
     return codec.encode(text, special_tokens=False, is_marked=is_marked)

@@ -121,7 +121,7 @@ class TextStream:
             self.text += text[:at]
             self._held = ""
             return
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        num_held = overlap(text, *self._stops)
         self.text += text[: len(text) - num_held]
         self._held = text[len(text) - num_held :]
 
@@ -137,10 +137,11 @@ def _last_word(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) ->
     return [] if decode(last).endswith(REPLACEMENT) else last
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` with which `stop` begins: ("abEN", "END") ->
-    2."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
+def overlap(text: str, *marks: str) -> int:
+    """Returns the length of the longest end of `text` with which one of the marks begins, without
+    being whole: ("abEN", "END") -> 2."""
+    for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        end = text[len(text) - length :]
+        if any(len(mark) > length and mark.startswith(end) for mark in marks):
             return length
     return 0

@@ -12,9 +12,9 @@ from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
 from spec_runtime import Chunk, GenerationResult, Stats
+from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.anthropic.requests import MessagesRequest
-from spec_runtime.serving.tool_calls import CallReader
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 BODY = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
@@ -202,7 +202,12 @@ CALLS = [
             },
             [
                 *HELLO,
-                {"role": "assistant", "content": "I look.", "tool_calls": CALLS},
+                {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "reasoning_content": "Hm.",
+                    "tool_calls": CALLS,
+                },
                 {"role": "tool", "tool_call_id": "toolu_1", "content": "born 1815"},
             ],
         ),
@@ -311,17 +316,17 @@ def test_a_call_is_forced_and_its_result_goes_back() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 200])
 def test_streamed_calls_follow_the_text_before_them(size: int) -> None:
-    def make_reader() -> CallReader:
-        return CallReader("hermes", [{"type": "function", "function": FUNCTION}])
+    def get_form() -> AnswerForm:
+        return AnswerForm(family="hermes", tools=[{"type": "function", "function": FUNCTION}])
 
     said = f"Let me see. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
     result = GenerationResult(said, [1], "stop", Stats(), stop="x")
-    reply = MessageReply("toy", make_reader)
+    reply = MessageReply("toy", get_form)
     pieces = [said[i : i + size] for i in range(0, len(said), size)]
     chunks = [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=result)]
     start = {"type": "message_start", "message": {"content": [], "usage": {}}}
     streamed = message_of([start, *(event for each in chunks for event in reply.parts(each))])
-    whole = MessageReply("toy", make_reader).whole([result])
+    whole = MessageReply("toy", get_form).whole([result])
     for message in (streamed, whole):
         before, *calls = message["content"]
         assert before == {"type": "text", "text": "Let me see."}

@@ -10,12 +10,12 @@ import pytest
 from served import HELLO, held, post, served, tool_engine, toy_engine, typed_events
 
 from spec_runtime import Chunk, GenerationResult, Stats
+from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.serving.errors import ApiError
 from spec_runtime.serving.responses import store
 from spec_runtime.serving.responses.replies import ResponseReply
 from spec_runtime.serving.responses.requests import ResponsesRequest, messages_of
 from spec_runtime.serving.responses.store import ResponseStore
-from spec_runtime.serving.tool_calls import CallReader
 
 RESPONSES = "/v1/responses"
 BODY = {"input": "hello", "max_output_tokens": 20, "temperature": 0}
@@ -137,8 +137,8 @@ def test_instructions_stand_before_everything(client: Any) -> None:
 def test_an_empty_answer_is_a_message(reason: str, status: str) -> None:
     result = GenerationResult("", [1], reason, Stats())
     kept: list[Any] = []
-    whole = ResponseReply("toy", {}, None, kept.append).whole([result])
-    reply = ResponseReply("toy", {}, None, kept.append)
+    whole = ResponseReply("toy", {}, AnswerForm, kept.append).whole([result])
+    reply = ResponseReply("toy", {}, AnswerForm, kept.append)
     streamed = response_of(list(reply.parts(Chunk(text="", result=result))))
     for found in (whole, streamed):
         assert text_of(found) == ""
@@ -166,6 +166,7 @@ def part(text: str, kind: str = "input_text") -> dict[str, Any]:
             [
                 *HELLO,
                 {"type": "reasoning", "summary": []},
+                {"type": "reasoning", "content": [part("Hm.", "reasoning_text")]},
                 {"role": "assistant", "content": [part("I look.", "output_text")]},
                 CALL,
                 {**CALL, "id": "fc_1", "status": "completed"},
@@ -175,7 +176,12 @@ def part(text: str, kind: str = "input_text") -> dict[str, Any]:
             ],
             [
                 *HELLO,
-                {"role": "assistant", "content": "I look.", "tool_calls": [CALLED, CALLED]},
+                {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "reasoning_content": "Hm.",
+                    "tool_calls": [CALLED, CALLED],
+                },
                 {"role": "tool", "tool_call_id": "call_1", "content": "born in 1815"},
                 {"role": "assistant", "content": None, "tool_calls": [CALLED]},
                 {"role": "tool", "tool_call_id": "call_1", "content": "1815"},
@@ -258,7 +264,9 @@ def test_streamed_calls_follow_the_text_before_them(size: int) -> None:
     tools = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
 
     def make_reply() -> ResponseReply:
-        return ResponseReply("toy", {}, lambda: CallReader("hermes", tools), lambda _: None)
+        return ResponseReply(
+            "toy", {}, lambda: AnswerForm(family="hermes", tools=tools), lambda _: None
+        )
 
     call = '<tool_call>{"name": "look_up", "arguments": {"name": "Ada"}}</tool_call>'
     said = f"Let me see. {call}\n{call}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from served import CHAT, HELLO, post, served, stream, tool_engine
 from toy_backend import ByteTokenizer
 
 from spec_runtime import Chunk, GenerationResult, Stats
+from spec_runtime.requests.answer import AnswerForm, AnswerReader
 from spec_runtime.serving.replies import TokenTexts
-from spec_runtime.serving.tool_calls import CallReader
 from spec_runtime.serving.writers import ChatWriter
 
 for module in ("tokenizers", "llguidance"):
@@ -45,12 +46,22 @@ def choice_of(client: Any, **body: Any) -> Any:
     deltas = [part["choices"][0]["delta"] for part in streamed]
     text = "".join(delta.get("content") or "" for delta in deltas)
     assert text == (whole["message"]["content"] or "")
-    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     expected = whole["message"].get("tool_calls", [])
-    assert [call["function"] for call in calls] == [call["function"] for call in expected]
-    assert [call["index"] for call in calls] == list(range(len(calls)))
+    assert calls_of(deltas) == [call["function"] for call in expected]
     assert streamed[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
     return whole
+
+
+def calls_of(deltas: list[Any]) -> list[dict[str, str]]:
+    """Returns the calls that a stream's deltas make up."""
+    found: list[dict[str, str]] = []
+    for call in (each for delta in deltas for each in delta.get("tool_calls", ())):
+        if "id" in call:
+            assert (call["type"], call["index"]) == ("function", len(found))
+            found.append({"arguments": "", **call["function"]})
+        else:
+            found[call["index"]]["arguments"] += call["function"]["arguments"]
+    return found
 
 
 def test_an_answer_fits_its_schema(client: Any) -> None:
@@ -176,30 +187,32 @@ def test_calls_are_found_however_the_text_comes(
 ) -> None:
     content = text if content is None else content
     for size in (1, 2, 7, len(text)):
-        reader = CallReader(family, TOOLS)
-        begin = "".join(reader.push(text[i : i + size]) for i in range(0, len(text), size))
-        rest, calls = reader.finish()
-        assert begin + rest == content
-        assert len(calls) == num_calls
+        form = AnswerForm(family=family, tools=TOOLS)
+        reader = AnswerReader(form)
+        parts = [
+            part for i in range(0, len(text), size) for part in reader.push(text[i : i + size])
+        ]
         if family == "hermes" and content.startswith(("a", "Let")):
-            assert begin, "text before a call does not wait for the end"
-        only = CallReader(family, TOOLS, at_most=1)
-        only.push(text)
-        assert len(only.finish()[1]) == min(1, num_calls)
+            assert parts, "text before a call does not wait for the end"
+        parts += reader.finish()
+        assert "".join(part.text for part in parts if part.kind == "text") == content
+        assert sum(part.kind == "call" for part in parts) == num_calls
+        only = replace(form, at_most=1).read(text)
+        assert len(only.calls) == min(1, num_calls)
 
 
 def test_a_streamed_call_follows_the_text_before_it() -> None:
     texts = TokenTexts(ByteTokenizer(), frozenset())
-    writer = ChatWriter("toy", texts, lambda: CallReader("hermes", TOOLS))
+    writer = ChatWriter("toy", texts, lambda: AnswerForm(family="hermes", tools=TOOLS))
     pieces = ["Let me", " see. <tool", f"_call>{CALL}", "</tool_call>"]
     choices = [choice for text in pieces for choice in writer.parts(0, Chunk(text=text))]
     whole = GenerationResult("".join(pieces), [1], "stop", Stats())
     choices += writer.parts(0, Chunk(text="", result=whole))
     deltas = [choice["delta"] for choice in choices]
     assert [delta["content"] for delta in deltas[:3]] == ["", "Let me", " see."]
-    (call,) = deltas[3]["tool_calls"]
-    assert call["function"] == {"name": "look_up", "arguments": '{"name": "Ada"}'}
+    (call,) = calls_of(deltas)
+    assert call == {"name": "look_up", "arguments": '{"name": "Ada"}'}
     assert choices[-1]["finish_reason"] == "tool_calls"
     message = writer.whole(0, whole)["message"]
     assert message["content"] == "Let me see."
-    assert [each["function"] for each in message["tool_calls"]] == [call["function"]]
+    assert [each["function"] for each in message["tool_calls"]] == [call]

@@ -8,32 +8,50 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult
-from spec_runtime.constraints.tools import ToolCall
+from spec_runtime.requests.answer import AnswerForm, AnswerReader, GetForm
+from spec_runtime.requests.call_reader import Part
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.streams import typed_event_of
-from spec_runtime.serving.tool_calls import MakeReader
 
 Object = dict[str, Any]
+# Blocks as they begin in a stream. Nobody checks a signature here, but clients expect one.
+_BEGUN: dict[str, Object] = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+# The type of the deltas of each kind of block, and their field that has the text.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 class MessageReply:
-    """Writes one message; `make_reader` makes a reader of the tool calls in it, where the request
-    has tools."""
+    """Writes one message; `get_form` says how it is read, once it has begun. Its thinking is left
+    out unless the request `shows_thinking`."""
 
-    def __init__(self, model: str, make_reader: MakeReader | None = None) -> None:
+    def __init__(
+        self, model: str, get_form: GetForm = AnswerForm, shows_thinking: bool = True
+    ) -> None:
         self._model = model
-        self._reader = None if make_reader is None else make_reader()
+        self._get_form = get_form
+        self._shows_thinking = shows_thinking
+        self._reader: AnswerReader | None = None
         self._num_blocks = 0  # of a stream, that have begun
-        self._is_open = False  # whether a block of text has begun and not ended
+        self._open = ""  # the kind of the block that has begun and not ended
+        self._has_calls = False
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         (result,) = results
-        text, calls = result.text, list[ToolCall]()
-        if self._reader is not None:
-            text, calls = self._reader.read(text)
-        content: list[Object] = [{"type": "text", "text": text}] if text else []
-        for call in calls:
-            content.append({**_tool_use(call), "input": json.loads(call.arguments_json)})
+        thinking, text, calls = self._get_form().read(result.text)
+        content: list[Object] = []
+        if thinking and self._shows_thinking:
+            content.append({**_BEGUN["thinking"], "thinking": thinking})
+        if text:
+            content.append({"type": "text", "text": text})
+        for name, arguments in calls:
+            content.append({**_tool_use(name), "input": json.loads(arguments)})
         end = _end(result, bool(calls))
         return {**self._message(), "content": content, **end, "usage": _usage(result)}
 
@@ -53,33 +71,39 @@ class MessageReply:
 
     def parts(self, chunk: Chunk) -> Iterator[Object]:
         """Yields the events for one chunk of the answer; the last chunk's end the message."""
-        yield from self._text(chunk.text if self._reader is None else self._reader.push(chunk.text))
+        if self._reader is None:
+            self._reader = self._get_form().reader()
+        parts = self._reader.push(chunk.text)
+        if chunk.result is not None:
+            parts += self._reader.finish()
+        for part in parts:
+            if part.kind != "thinking" or self._shows_thinking:
+                yield from self._events_of(part)
         if chunk.result is None:
             return
-        calls: list[ToolCall] = []
-        if self._reader is not None:
-            rest, calls = self._reader.finish()
-            yield from self._text(rest)
-        if self._is_open:
-            yield self._block_event("stop")
-        for call in calls:
-            self._num_blocks += 1
-            yield self._block_event("start", content_block=_tool_use(call))
-            delta = {"type": "input_json_delta", "partial_json": call.arguments_json}
-            yield self._block_event("delta", delta=delta)
-            yield self._block_event("stop")
-        delta = _end(chunk.result, bool(calls))
+        yield from self._end_block()
+        delta = _end(chunk.result, self._has_calls)
         yield {"type": "message_delta", "delta": delta, "usage": _usage(chunk.result)}
         yield {"type": "message_stop"}
 
-    def _text(self, text: str) -> Iterator[Object]:
-        if not text:
-            return
-        if not self._is_open:
-            self._is_open = True
+    def _events_of(self, part: Part) -> Iterator[Object]:
+        """Yields the events for a part of the answer: its block begins if it is another one."""
+        kind = "call" if part.kind == "arguments" else part.kind
+        if part.kind == "call" or kind != self._open:
+            yield from self._end_block()
+            self._open = kind
             self._num_blocks += 1
-            yield self._block_event("start", content_block={"type": "text", "text": ""})
-        yield self._block_event("delta", delta={"type": "text_delta", "text": text})
+            self._has_calls = self._has_calls or kind == "call"
+            block = _tool_use(part.text) if kind == "call" else _BEGUN[kind]
+            yield self._block_event("start", content_block=block)
+        if part.kind != "call":
+            name, field = _DELTAS[kind]
+            yield self._block_event("delta", delta={"type": name, field: part.text})
+
+    def _end_block(self) -> Iterator[Object]:
+        if self._open:
+            yield self._block_event("stop")
+        self._open = ""
 
     def _block_event(self, kind: str, **more: Object) -> Object:
         """Returns an event of the block that began last."""
@@ -96,14 +120,10 @@ class MessageReply:
         return {"id": identity, "type": "message", "role": "assistant", "model": self._model}
 
 
-def _tool_use(call: ToolCall) -> Object:
+def _tool_use(name: str) -> Object:
     """Returns the block of a call as it begins in a stream, without its input."""
-    return {
-        "type": "tool_use",
-        "id": f"toolu_{uuid.uuid4().hex[:24]}",
-        "name": call.name,
-        "input": {},
-    }
+    identity = f"toolu_{uuid.uuid4().hex[:24]}"
+    return {"type": "tool_use", "id": identity, "name": name, "input": {}}
 
 
 def _end(result: GenerationResult, has_calls: bool) -> Object:

@@ -20,7 +20,7 @@ from spec_runtime.serving.errors import NO_THREADS
 from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole
 
 Object = dict[str, Any]
-# The blocks that may stand in a message of each role; thinking of other models is left out.
+# The blocks that may stand in a message of each role.
 BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
@@ -86,8 +86,17 @@ class ToolChoice(BaseModel):
         return CHOICES[self.type]
 
 
+class Thinking(BaseModel):
+    """Says whether the model thinks before it answers; further keys, such as a budget, change
+    nothing."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class OutputConfig(BaseModel):
-    """Says how the answer is written; its effort changes nothing."""
+    """Says how the answer is written; the effort is that of thinking."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -106,6 +115,8 @@ class CountRequest(BaseModel):
     tools: Annotated[list[Tool], MaxLen(128)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: Object | None = None
 
     thread: Object | None = None  # a conversation that the server keeps: refused, see as_chat
 
@@ -116,7 +127,6 @@ class CountRequest(BaseModel):
     cache_control: Object | None = None
     context_management: Object | None = None
     speed: str | None = None
-    thinking: Object | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> CountRequest:
@@ -130,6 +140,17 @@ class CountRequest(BaseModel):
     @property
     def _format(self) -> Object | None:
         return None if self.output_config is None else self.output_config.format
+
+    @property
+    def _effort(self) -> str | None:
+        """Returns the effort of the thinking, if the request asks for thinking at all."""
+        return self.output_config.effort if self.output_config and self.thinks else None
+
+    @property
+    def thinks(self) -> bool:
+        """Says whether thinking is asked for: as Anthropic's models, one does not think unasked,
+        where its chat template can switch that off."""
+        return self.thinking is not None and self.thinking.type != "disabled"
 
     @property
     def is_begun(self) -> bool:
@@ -154,6 +175,8 @@ class CountRequest(BaseModel):
             tool_choice=None if choice is None else choice.as_openais(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
             response_format=None if self._format is None else _response_format(self._format),
+            reasoning_effort=self._effort,
+            chat_template_kwargs=self.chat_template_kwargs,
             **self._said(),
         )
 
@@ -234,11 +257,13 @@ def _check_block(block: Object, allowed: tuple[str, ...], place: str) -> None:
         "text": not isinstance(block.get("text"), str),
         "tool_use": not _is_call(block),
         "tool_result": not isinstance(block.get("tool_use_id"), str),
+        "thinking": not isinstance(block.get("thinking"), str),
     }
     if wrong.get(kind):
         raise UserError(
-            f"got {brief(repr(block), 120)} in {place}, expected a text block with a text, a "
-            "tool_use with id, name and an object as input, or a tool_result with its tool_use_id",
+            f"got {brief(repr(block), 120)} in {place}, expected a text block with a text, "
+            "thinking with its text, a tool_use with id, name and an object as input, or a "
+            "tool_result with its tool_use_id",
             param="messages",
         )
     if kind == "tool_result":
@@ -267,6 +292,8 @@ def _messages_of(role: str, blocks: list[Object]) -> list[Object]:
     of tools come first, since they answer the calls before them."""
     results = [_result_message(block) for block in blocks if block["type"] == "tool_result"]
     message: Object = {"role": role, "content": _text_of(blocks)}
+    if thoughts := [block["thinking"] for block in blocks if block["type"] == "thinking"]:
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls := [_call_of(block) for block in blocks if block["type"] == "tool_use"]:
         message |= {"content": message["content"] or None, "tool_calls": calls}
     return results if results and not message["content"] else [*results, message]

@@ -27,6 +27,14 @@ REPEATED = (
 )
 
 
+class ReasoningConfig(BaseModel):
+    """Says how much the model thinks; a summary of that is not made, since all of it is shown."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = None
+
+
 class TextConfig(BaseModel):
     """Says how the answer is written; its verbosity changes nothing."""
 
@@ -53,6 +61,8 @@ class ResponsesRequest(BaseModel):
     text: TextConfig | None = None
     tools: Annotated[list[Object], MaxLen(128)] | None = None
     tool_choice: str | Object | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: Object | None = None
     parallel_tool_calls: Flag | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -68,7 +78,6 @@ class ResponsesRequest(BaseModel):
     # Taken and ignored.
     include: list[str] | None = None
     stream_options: Object | None = None
-    reasoning: Object | None = None
     service_tier: str | None = None
     context_management: list[Object] | None = None
     prompt_cache_key: str | None = None
@@ -118,6 +127,8 @@ class ResponsesRequest(BaseModel):
             tool_choice=_as_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if format is None else _response_format(format),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
     def repeated(self) -> Object:
@@ -135,6 +146,8 @@ class ResponsesRequest(BaseModel):
         for name, value in defaults.items():
             if said[name] is None:
                 said[name] = value
+        if self.reasoning is not None:
+            said["reasoning"] = {"effort": self.reasoning.effort, "summary": None}
         return {**said, "truncation": "disabled", "store": self.store is not False}
 
 
@@ -142,6 +155,7 @@ def messages_of(items: Sequence[Object]) -> list[Object]:
     """Returns the messages of a chat for the items of a conversation: calls join the assistant's
     message before them. Raises UserError for an item that cannot be served."""
     found: list[Object] = []
+    thoughts = ""  # that no message has yet
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         place = f"item {number} of the conversation"
@@ -156,14 +170,26 @@ def messages_of(items: Sequence[Object]) -> list[Object]:
         elif kind == "function_call_output" and _has(item, "call_id"):
             text = _text_of(item.get("output"), place)
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
-        elif kind != "reasoning":  # which says nothing to a model that did not write it
+        elif kind == "reasoning":
+            thoughts += _thinking_of(item)
+        else:
             raise UserError(
                 f"got {brief(repr(item), 120)} as {place}, expected a message with its role, a "
                 "function_call with call_id, name and arguments, or a function_call_output with "
                 "its call_id",
                 param="input",
             )
+        if thoughts and kind != "reasoning":
+            if found[-1]["role"] == "assistant":
+                found[-1]["reasoning_content"] = thoughts
+            thoughts = ""
     return found
+
+
+def _thinking_of(item: Object) -> str:
+    """Returns what a model of this server thought; an item of another one's has no text."""
+    parts = item.get("content") or ()
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and _has(part, "text"))
 
 
 def _has(item: Object, *names: str) -> bool:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-import uuid
-from collections.abc import Callable
-from typing import Any
+from typing import Literal, NamedTuple
 
-from spec_runtime.constraints.tools import ToolCall, parse_calls
+from spec_runtime.constraints.tools import parse_calls
 from spec_runtime.text.messages import Tools
+from spec_runtime.text.stream import overlap
 
-Object = dict[str, Any]
 _TAG = "<tool_call>"
 _TAGGED = ("hermes", "smollm")  # families whose calls follow that tag, wherever it is
 _BARE = '{"name":'  # begins a call without the tag, perhaps in a list
+
+
+class Part(NamedTuple):
+    """A piece of an answer: of its thinking or its text, the name of a call that begins, or a piece
+    of that call's arguments, which are JSON."""
+
+    kind: Literal["thinking", "text", "call", "arguments"]
+    text: str
 
 
 class CallReader:
@@ -33,51 +39,28 @@ class CallReader:
         self._text = ""
         self._num_sent = 0
 
-    def push(self, text: str) -> str:
+    def push(self, text: str) -> list[Part]:
         self._text += text
         if self._family not in _TAGGED or _may_be_bare(self._text):
-            return ""
+            return []
         at = self._text.find(_TAG)
         if at < 0:
-            at = len(self._text) - _overlap(self._text)
+            at = len(self._text) - overlap(self._text, _TAG)
         free = max(self._num_sent, len(self._text[:at].rstrip()))  # as content is stripped
         sent, self._num_sent = self._text[self._num_sent : free], free
-        return sent
+        return [Part("text", sent)]
 
-    def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Returns a whole answer's text without its calls, and the calls."""
-        begin = self.push(text)
-        rest, calls = self.finish()
-        return begin + rest, calls
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
+    def finish(self) -> list[Part]:
         content, calls = parse_calls(self._text, self._family, self._tools)
         is_sent_as_text = self._num_sent > 0 and _TAG not in self._text
         if not calls or is_sent_as_text:
-            return self._text[self._num_sent :], []
-        return content.removeprefix(self._text[: self._num_sent].strip()), calls[: self._at_most]
-
-
-MakeReader = Callable[[], CallReader]  # makes one for each answer
+            return [Part("text", self._text[self._num_sent :])]
+        parts = [Part("text", content.removeprefix(self._text[: self._num_sent].strip()))]
+        for call in calls[: self._at_most]:
+            parts += [Part("call", call.name), Part("arguments", call.arguments_json)]
+        return parts
 
 
 def _may_be_bare(text: str) -> bool:
     """Returns whether an answer that begins so may be nothing but calls without tags."""
     return _BARE.startswith(re.sub(r"\s", "", text[:200]).removeprefix("[")[: len(_BARE)])
-
-
-def _overlap(text: str) -> int:
-    """Returns the length of the longest end of `text` with which the tag begins."""
-    return next((n for n in range(len(_TAG) - 1, 0, -1) if text.endswith(_TAG[:n])), 0)
-
-
-def written(calls: list[ToolCall]) -> list[Object]:
-    """Returns calls as OpenAI's API writes them."""
-    return [
-        {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments_json},
-        }
-        for call in calls
-    ]

@@ -1,0 +1,151 @@
+"""Reads an answer: its thinking, its text, and the calls of tools in it, whole or as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from spec_runtime.constraints.base import Matcher
+from spec_runtime.constraints.thinking_matcher import ThinkingMatcher, ThinkingTokens
+from spec_runtime.constraints.tools import ToolCall
+from spec_runtime.requests.call_reader import CallReader, Part
+from spec_runtime.text.messages import Tools
+from spec_runtime.text.thinking import Tags, ThinkingReader
+from spec_runtime.text.tokenizer import Codec
+
+MAX_OPENING = 64  # tokens of what a template writes before an answer
+
+
+class Answer(NamedTuple):
+    """An answer's parts; `thinking` is empty for a model that did not think."""
+
+    thinking: str
+    content: str
+    calls: list[ToolCall]
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Says how a model writes the answer to one prompt.
+
+    Between `tags` it thinks, None if it does not; `is_begun` says that the prompt ends inside of
+    them. `tokens` are those of the tags, None if no thinking may go before a grammar. It calls
+    `tools` as its `family` does (see constraints/tools.py); without tools, calls are text.
+    """
+
+    tags: Tags | None = None
+    is_begun: bool = False
+    tokens: ThinkingTokens | None = None
+    family: str = ""
+    tools: Tools | None = None
+    at_most: int | None = None  # calls of an answer; further ones are dropped
+
+    def reader(self) -> AnswerReader:
+        """Returns what reads one answer as it comes."""
+        return AnswerReader(self)
+
+    def read(self, text: str) -> Answer:
+        """Returns the parts of a whole answer."""
+        reader = self.reader()
+        parts = [*reader.push(text), *reader.finish()]
+        texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in _SAID}
+        calls = []
+        for name, arguments in pairwise(parts):
+            if name.kind == "call":
+                calls.append(ToolCall(name.text, arguments.text))
+        return Answer(texts["thinking"], texts["text"], calls)
+
+    def num_thinking_tokens(self, text: str, text_ends: Sequence[int]) -> int:
+        """Returns how many tokens of an answer are its thinking, the tags among them; see
+        GenerationResult.text_ends."""
+        if self.tags is None:
+            return 0
+        opening, closing = self.tags
+        if not self.is_begun and not text.lstrip().startswith(opening):
+            return 0
+        before, tag, _ = text.partition(closing)
+        end = len(before) + len(tag)
+        return sum(each <= end for each in text_ends)
+
+    def after_thinking(self, matcher: Matcher, eos: Sequence[int], num_logits: int) -> Matcher:
+        """Returns a matcher of the same grammar before whose text the model may think."""
+        if self.tokens is None:
+            return matcher
+        return ThinkingMatcher(matcher, self.tokens, eos, num_logits)
+
+
+_SAID = ("thinking", "text")
+GetForm = Callable[[], AnswerForm]  # of answers on their way
+
+
+class AnswerReader:
+    """Reads one answer as it comes, see `AnswerForm`."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._thinking = ThinkingReader(form.tags, form.is_begun)
+        self._calls: CallReader | None = None
+        if form.tools:
+            self._calls = CallReader(form.family, form.tools, form.at_most)
+
+    def push(self, text: str) -> list[Part]:
+        """Returns the parts that this text completes."""
+        return self._read(text, is_end=False)
+
+    def finish(self) -> list[Part]:
+        """Returns what was held back."""
+        parts = self._read("", is_end=True)
+        if self._calls is not None:
+            parts += [part for part in self._calls.finish() if part.text]
+        return parts
+
+    def _read(self, text: str, is_end: bool) -> list[Part]:
+        thinking, said = self._thinking.push(text, is_end)
+        parts = [Part("thinking", thinking)]
+        if self._calls is None:
+            parts.append(Part("text", said))
+        elif said:
+            parts += self._calls.push(said)
+        return [part for part in parts if part.text]
+
+
+def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> AnswerForm:
+    """Returns the form of the answer to a prompt, which ends where that begins.
+
+    A model may think before a grammar's text where the prompt ends as the chat template ends it, or
+    inside of its thinking.
+    """
+    template = codec.template
+    if template is None:
+        return AnswerForm()
+    form = AnswerForm(family=template.tool_family, tools=tools)
+    ids = None if template.tags is None else [_id_of(codec, tag) for tag in template.tags]
+    if ids is None or not all(codec.decode([each]) for each in ids if each is not None):
+        return form  # special tokens, of which an answer's text shows nothing
+    form = replace(form, tags=template.tags)
+    end = codec.spelled(prompt[-MAX_OPENING:]).rstrip()
+    opening, closing = ids
+    if opening is None or closing is None:
+        assert template.tags is not None
+        return replace(form, is_begun=end.endswith(template.tags.opening))
+    is_begun = _last(prompt, opening) > _last(prompt, closing)
+    before = template.opening.rstrip()
+    if not is_begun and not (before and end.endswith(before)):
+        return form
+    blanks = [codec.encode(blank, special_tokens=False) for blank in ("\n", "\n\n")]
+    tokens = ThinkingTokens(
+        None if is_begun else opening, closing, tuple(each[0] for each in blanks if len(each) == 1)
+    )
+    return replace(form, is_begun=is_begun, tokens=tokens)
+
+
+def _id_of(codec: Codec, tag: str) -> int | None:
+    """Returns the token that is a tag, None if there is none."""
+    ids = [each for each in codec.encode(tag, special_tokens=False) if codec.spelled([each]) == tag]
+    return ids[0] if len(ids) == 1 else None
+
+
+def _last(ids: Sequence[int], token: int) -> int:
+    """Returns the last place of a token, -1 if it is not there."""
+    return next((at for at in range(len(ids) - 1, -1, -1) if ids[at] == token), -1)

@@ -1,0 +1,345 @@
+"""A model's thinking is told from its answer, whole and in streams, and goes before a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import CHAT, HELLO, post, served, stream
+from toy_engine import make_engine
+
+from spec_runtime import Chunk, Engine, GenerationResult, Stats
+from spec_runtime.cli.generate import _without_thinking
+from spec_runtime.cli.options import template_kwargs
+from spec_runtime.requests.answer import AnswerForm, form_of
+from spec_runtime.requests.result import Piece
+from spec_runtime.serving.anthropic.replies import MessageReply
+from spec_runtime.serving.replies import TokenTexts
+from spec_runtime.serving.responses.replies import ResponseReply
+from spec_runtime.serving.writers import ChatWriter
+from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.text.thinking import Tags, ThinkingReader, tags_of
+
+for module in ("tokenizers", "llguidance"):
+    pytest.importorskip(module, reason=f"{module} is not installed")
+from bpe_tokenizer import BpeTokenizer  # noqa: E402
+
+# What the templates of Qwen3 and of DeepSeek-R1 do with thinking, and no more.
+QWEN3 = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% if enable_thinking is defined and "
+    "enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+R1 = (
+    "{% for m in messages %}<{{ m.role }}>{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
+EFFORT = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+TAGS = Tags("<think>", "</think>")
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def thinking_engine(template: str) -> Engine:
+    added = {"<think>": False, "</think>": False}  # tokens of their own, as Qwen's and DeepSeek's
+    codec = BpeTokenizer(ChatTemplate(template), added)
+    return make_engine("parallelspec", vocab_size=codec.vocab_size, max_length=600, tokenizer=codec)
+
+
+# ---- reading ----
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("text", "is_begun", "thinking", "said"),
+    [
+        ("<think>\nHm.\n\nYes \n</think>\n\nIt is.\n", False, "Hm.\n\nYes", "It is.\n"),
+        (" \n<think>a < b </thin </think>c", False, "a < b </thin", "c"),
+        ("Hm.\n</think>\nIt is.", True, "Hm.", "It is."),
+        ("<think>\nHm.\n</think>\nIt is.", True, "Hm.", "It is."),
+        ("<think>\n\n</think>\n\nIt is.", False, "", "It is."),
+        ("Hm. </thi", True, "Hm. </thi", ""),
+        ("<think>Hm.", False, "Hm.", ""),
+        ("<thi", False, "", "<thi"),
+        ("  It is <think>no</think>.", False, "", "  It is <think>no</think>."),
+        ("", True, "", ""),
+    ],
+)
+def test_thinking_is_split_off_however_the_text_comes(
+    text: str, is_begun: bool, thinking: str, said: str, size: int
+) -> None:
+    reader = ThinkingReader(TAGS, is_begun)
+    pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
+    for before, after in pieces:
+        assert thinking.startswith(before) or before in thinking
+        assert after in said, "no part of a tag comes out"
+    pieces.append(reader.push("", is_end=True))
+    assert ["".join(each) for each in zip(*pieces, strict=True)] == [thinking, said]
+
+
+def test_without_tags_all_is_text() -> None:
+    assert tags_of("{{ messages }}") is None
+    assert ThinkingReader(None).push("<think>a</think>b") == ("", "<think>a</think>b")
+
+
+def test_how_an_answer_begins_is_read_from_its_prompt() -> None:
+    codec = BpeTokenizer(ChatTemplate(QWEN3), {"<think>": False, "</think>": False})
+    engine = make_engine(vocab_size=codec.vocab_size, max_length=600, tokenizer=codec)
+    free = form_of(codec, engine.encode(HELLO))
+    assert (free.is_begun, free.tokens is not None) == (False, True)
+    off = form_of(codec, engine.encode(HELLO, template_kwargs={"enable_thinking": False}))
+    assert (off.is_begun, off.tokens) == (False, None)
+    begun = [*HELLO, {"role": "assistant", "content": "<think>\nHm."}]
+    assert form_of(codec, engine.encode(begun, continue_final=True)).is_begun
+    assert form_of(codec, engine.encode("hello", raw=True)).tokens is None
+    plain = BpeTokenizer(ChatTemplate(R1))  # in which the tags are letters
+    assert form_of(plain, plain.encode(plain.template.render(HELLO), False)).is_begun  # type: ignore[union-attr]
+    hidden = BpeTokenizer(ChatTemplate(R1), {"<think>": True, "</think>": True})
+    assert form_of(hidden, [1, 2]).tags is None, "the text does not show these tags"
+
+
+def test_an_answer_names_its_parts() -> None:
+    text = "<think>\nHm.\n</think>\n\nIt is."
+    ends = [7, 8, 11, 12, 20, 22, 24, 27, 28]
+    result = GenerationResult(text, [0] * 9, "stop", Stats(), text_ends=ends, form=AnswerForm(TAGS))
+    assert (result.text, result.reasoning, result.content) == (text, "Hm.", "It is.")
+    assert result.tool_calls == []
+    assert result.usage.reasoning_tokens == 5
+    plain = GenerationResult("It is.", [0], "stop", Stats(), text_ends=[6], form=AnswerForm(TAGS))
+    assert (plain.reasoning, plain.content, plain.usage.reasoning_tokens) == ("", "It is.", 0)
+
+
+# ---- grammars ----
+
+
+@pytest.mark.parametrize("template", [QWEN3, R1])
+def test_a_grammar_begins_after_the_thinking(template: str) -> None:
+    engine = thinking_engine(template)
+    opening, closing = engine.tokenizer.encode("<think></think>", special_tokens=False)
+    wanted = {opening: 60.0, closing: 40.0}  # more than this, and the toy says nothing else
+
+    def end_thinking(tokens: Any, logits_V: Any) -> Any:
+        if opening in tokens[-12:]:
+            logits_V[opening] = -100
+            logits_V[closing] += 100 * (opening not in tokens[-4:])
+        return logits_V
+
+    options: dict[str, Any] = {"response_format": FORMAT, "max_new_tokens": 200}
+    options |= {"logit_bias": wanted, "logits_processor": end_thinking}
+    result = engine.generate(HELLO, **options)
+    assert set(json.loads(result.content)) == {"name"}
+    assert result.finish_reason == "stop"
+    assert "</think>" in result.text
+    for drafter in ("none", "prompt_lookup"):
+        codec = engine.tokenizer
+        plain = make_engine(drafter, vocab_size=codec.vocab_size, max_length=600, tokenizer=codec)  # type: ignore[attr-defined]
+        assert plain.generate(HELLO, **options).token_ids == result.token_ids
+
+
+def test_a_grammar_begins_at_once_where_nothing_is_thought() -> None:
+    engine = thinking_engine(QWEN3)
+    opening, closing = engine.tokenizer.encode("<think></think>", special_tokens=False)
+    biased = {"logit_bias": {opening: 100.0, closing: 100.0}, "response_format": FORMAT}
+    for prompt, more in (
+        (HELLO, {"template_kwargs": {"enable_thinking": False}}),
+        ("hello", {"raw": True}),
+    ):
+        result = engine.generate(prompt, max_new_tokens=200, **biased, **more)  # type: ignore[arg-type]
+        assert json.loads(result.text)
+        assert result.content == result.text
+    biased["logit_bias"] = {opening: -100.0}
+    assert json.loads(engine.generate(HELLO, max_new_tokens=200, **biased).text)  # type: ignore[arg-type]
+
+
+def test_generate_prints_no_thinking_with_a_grammar() -> None:
+    engine = thinking_engine(R1)
+    prompt = engine.encode(HELLO)
+    pieces = [(f"{letter}", depth) for depth, letter in enumerate("a</think>\nb")]
+    chunks = [Chunk(text=text, pieces=(Piece(text, depth),)) for text, depth in pieces]
+    result = GenerationResult("", [], "stop", Stats())
+    shown = [*_without_thinking(engine, prompt, [*chunks, Chunk(text="", result=result)])]
+    texts = [piece for chunk in shown for piece in chunk.pieces if piece.text]
+    assert texts == [Piece("b", len(pieces) - 1)]
+    assert template_kwargs('{"enable_thinking": false}') == {"enable_thinking": False}
+    with pytest.raises(ValueError, match=r"got --template-kwargs no .*, expected a JSON object"):
+        template_kwargs("no")
+
+
+# ---- variables of the template ----
+
+
+def test_variables_reach_the_template() -> None:
+    engine = thinking_engine(QWEN3)
+    codec = engine.tokenizer
+    off = engine.encode(HELLO, template_kwargs={"enable_thinking": False})
+    assert codec.spelled(off).endswith("<assistant>\n<think>\n\n</think>\n\n")
+    assert codec.spelled(engine.encode("hello")).endswith("<assistant>\n")
+    for bad, why in (
+        ({"enable_thinkin": True}, "'enable_thinkin', which the chat template does not read"),
+        ({"messages": []}, "expected enable_thinking$"),
+        ({"enable_thinking": {1, 2}}, "a value that cannot be written as JSON"),
+        ("no", "got template_kwargs 'no', expected a mapping of names to values"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            engine.encode(HELLO, template_kwargs=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got template_kwargs, expected them with messages"):
+        engine.encode("hello", raw=True, template_kwargs={"enable_thinking": False})
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with served(thinking_engine(QWEN3)) as running, running.client() as made:
+        yield made
+
+
+def num_prompt_tokens(client: Any, path: str, **body: Any) -> int:
+    said = {"input": "hello"} if path == RESPONSES else {"messages": HELLO}
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    usage = post(client, path, **said, **{limit: 1}, **body)["usage"]
+    if path == MESSAGES:
+        total = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        counted = post(client, f"{MESSAGES}/count_tokens", **said, **body)
+        assert counted == {"input_tokens": total}
+        return int(total)
+    return int(usage["prompt_tokens" if path == CHAT else "input_tokens"])
+
+
+def test_requests_switch_thinking_off(client: Any) -> None:
+    """By the template's variable, and by each API's own field; an empty thought is longer."""
+    codec = BpeTokenizer(ChatTemplate(QWEN3), {"<think>": False, "</think>": False})
+    assert codec.template is not None
+    on, off = (
+        len(codec.encode(codec.template.render(HELLO, variables={"enable_thinking": each}), False))
+        for each in (True, False)
+    )
+    assert off > on
+    switch = {"chat_template_kwargs": {"enable_thinking": False}}
+    for path, body, expected in (
+        (CHAT, {}, on),
+        (CHAT, switch, off),
+        (CHAT, {"reasoning_effort": "none"}, off),
+        (CHAT, {"reasoning_effort": "high"}, on),
+        (CHAT, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, on),
+        (RESPONSES, {}, on),
+        (RESPONSES, switch, off),
+        (RESPONSES, {"reasoning": {"effort": "none"}}, off),
+        (MESSAGES, {}, off),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, off),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, on),
+        (MESSAGES, {"thinking": {"type": "enabled"}, **switch}, off),
+    ):
+        assert num_prompt_tokens(client, path, **body) == expected, (path, body)
+
+
+def test_unread_variables_are_refused_by_name(client: Any) -> None:
+    reply = client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": {"think": True}})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == "chat_template_kwargs"
+    assert "'think', which the chat template does not read, expected enable_th" in error["message"]
+    reply = client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": 3})
+    assert reply.status_code == 400
+
+
+def test_an_effort_is_read_by_templates_that_have_it() -> None:
+    from spec_runtime.serving.schemas import ChatRequest
+
+    body = ChatRequest(messages=HELLO, reasoning_effort="low")  # type: ignore[arg-type]
+    assert body.template_kwargs(ChatTemplate(EFFORT)) == {"reasoning_effort": "low"}
+    assert body.template_kwargs(ChatTemplate("{{ messages }}")) == {}
+    assert body.template_kwargs(None) == {}
+
+
+# ---- replies ----
+
+SAID = "<think>\nHm, {}.\n</think>\n\nIt is."
+WHOLE = GenerationResult(SAID, [1], "stop", Stats(), form=AnswerForm(TAGS))
+
+
+def chunks(size: int) -> list[Chunk]:
+    pieces = [SAID[i : i + size] for i in range(0, len(SAID), size)]
+    return [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=WHOLE)]
+
+
+def form() -> AnswerForm:
+    return AnswerForm(TAGS)
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_chats_have_reasoning_content(size: int) -> None:
+    writer = ChatWriter("toy", TokenTexts(BpeTokenizer(), frozenset()), form)
+    deltas = [part["delta"] for chunk in chunks(size) for part in writer.parts(0, chunk)]
+    for key, expected in (("reasoning_content", "Hm, {}."), ("content", "It is.")):
+        assert "".join(delta.get(key, "") for delta in deltas) == expected
+        assert writer.whole(0, WHOLE)["message"][key] == expected
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_responses_have_reasoning_items(size: int) -> None:
+    kept: list[Any] = []
+    reply = ResponseReply("toy", {}, form, kept.append)
+    events = [event for chunk in chunks(size) for event in reply.parts(chunk)]
+    ResponseReply("toy", {}, form, kept.append).whole([WHOLE])
+    for response in kept:
+        thought, message = response["output"]
+        assert (thought["type"], thought["summary"]) == ("reasoning", [])
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, {}."}]
+        assert message["content"][0]["text"] == "It is."
+        assert thought["status"] == message["status"] == "completed"
+    deltas = [each for each in events if each["type"] == "response.reasoning_text.delta"]
+    assert "".join(each["delta"] for each in deltas) == "Hm, {}."
+    assert {each["item_id"] for each in deltas} == {kept[0]["output"][0]["id"]}
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    order = ["reasoning_text.done", "content_part.done", "output_item.done", "output_item.added"]
+    at = kinds.index(order[0])
+    assert kinds[at : at + 4] == order
+    done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert done == kept[0]["output"]
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_messages_have_thinking_if_it_is_asked_for(size: int) -> None:
+    whole = MessageReply("toy", form).whole([WHOLE])
+    thought = {"type": "thinking", "thinking": "Hm, {}.", "signature": ""}
+    assert whole["content"] == [thought, {"type": "text", "text": "It is."}]
+    reply = MessageReply("toy", form)
+    events = [event for chunk in chunks(size) for event in reply.parts(chunk)]
+    deltas = [each["delta"] for each in events if each["type"] == "content_block_delta"]
+    assert "".join(each.get("thinking", "") for each in deltas) == "Hm, {}."
+    assert "".join(each.get("text", "") for each in deltas) == "It is."
+    starts = [each for each in events if each["type"] == "content_block_start"]
+    assert [(each["index"], each["content_block"]["type"]) for each in starts] == [
+        (0, "thinking"),
+        (1, "text"),
+    ]
+    hidden = MessageReply("toy", form, shows_thinking=False)
+    assert hidden.whole([WHOLE])["content"] == [{"type": "text", "text": "It is."}]
+    shown = [event for chunk in chunks(size) for event in hidden.parts(chunk)]
+    assert not any("thinking" in json.dumps(event) for event in shown)
+
+
+def test_what_is_thought_is_streamed_and_counted(client: Any) -> None:
+    """The toy goes on thinking until its tokens are spent; a bias opens its thoughts."""
+    codec = BpeTokenizer(None, {"<think>": False, "</think>": False})
+    opening, closing = codec.encode("<think></think>", special_tokens=False)
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 12}
+    body |= {"logit_bias": {str(opening): 100, str(closing): -100}}
+    found = post(client, CHAT, **body)
+    (choice,) = found["choices"]
+    assert choice["message"]["content"] == ""
+    assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": 12}
+    events = stream(client, CHAT, **body)[:-1]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert not any(delta.get("content") for delta in deltas)
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert thought == choice["message"].get("reasoning_content", "") == 11 * "<think>"
