@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from screen import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, Screen, screen
-from small import Run, toy_engine
+from small import CONTEXT, Run, toy_engine
 
 from spec_runtime import Engine
 from spec_runtime.cli import line_input, messages
+from spec_runtime.errors import UserError
 
 TESTS = Path(__file__).parent
 # Chats with toy engines; writes the messages of each call into a file. What is asked to go on
@@ -87,6 +88,7 @@ def test_a_person_chats(chat: Open, tmp_path: Path) -> None:
     pytest.importorskip("prompt_toolkit")
     saved = tmp_path / "talk.json"
     with chat() as terminal:
+        terminal.wait("small in fp32, drafter prompt_lookup, context of 224 tokens")
         send(terminal, PASTE.format("ab\nbc\ncd"), "finished by length")
         terminal.prompt()
         terminal.type("never sent" + CTRL_C + "ab" + ALT_ENTER + "bc\r")
@@ -196,6 +198,52 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(say: Say, tmp_path:
     assert messages.read(path)[0] == {"role": "system", "content": "Be brief."}
 
 
+def test_an_answer_is_taken_back_and_given_anew(say: Say) -> None:
+    out, err = say("abc", "bcd", "/undo", "bcd", "/retry", "/stats", "/undo", "/undo", "/undo")
+    first, *others = out.splitlines()
+    assert len(others) == 3
+    assert len(set(others)) == 1
+    assert "the same answer, as ever at temperature 0" in err
+    assert "conversation: 2 answers, 12 tokens" in err
+    assert re.findall("took back (.*)", err) == ["'bcd'", "'bcd'", "'abc'"]
+    assert "error: got no message so far, expected one to take back" in err
+    (left,) = set(re.findall("context left: (.*)", err)[1:])
+    template = len("<user>abc<assistant>" + first + "<user>bcd<a>")
+    assert int(left) == CONTEXT - template - 6
+
+
+def test_a_message_stays_if_it_gets_no_other_answer(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Engine.chunks
+    failures = iter([False, True, False])
+
+    def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
+        if next(failures):
+            raise UserError("no place")
+        return inner(self, prompt, **options)
+
+    monkeypatch.setattr(Engine, "chunks", chunks)
+    out, err = say("abc", "/retry", "/stats", "/retry")
+    assert "error: no place" in err
+    assert "conversation: 1 answers, 6 tokens" in err
+    assert len(set(out.splitlines())) == 1
+
+
+def test_a_temperature_is_set(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    inner = Engine.chunks
+
+    def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
+        seen.append(options["temperature"])
+        return inner(self, prompt, **options)
+
+    monkeypatch.setattr(Engine, "chunks", chunks)
+    _, err = say("abc", "/temperature 0.7", "/retry", "/temperature")
+    assert seen == [0, 0.7]
+    assert err.count("temperature: 0.7\n") == 2
+
+
 def test_a_drafter_is_chosen_and_changes_no_token(say: Say) -> None:
     out, err = say("abc", "/stats", "/reset", "/drafter none", "abc", "/stats", "/drafter")
     first, second = out.splitlines()
@@ -210,7 +258,10 @@ def test_a_drafter_is_chosen_and_changes_no_token(say: Say) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/rest", "got command /rest, expected one of /help, /reset, "),
+        ("/rest", "got command /rest, expected /reset, or another of /help, /retry, /undo, "),
+        ("/xyz", "got command /xyz, expected one of /help, "),
+        ("/temperature hot", "got temperature 'hot', expected a number"),
+        ("/temperature -1", "got temperature -1.0, expected 0 or more"),
         ("/reset now", "got /reset 'now', expected nothing after it"),
         ("/load", "got /load without anything, expected /load FILE"),
         ("/load nowhere.json", "No such file or directory: 'nowhere.json'"),

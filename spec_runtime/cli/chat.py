@@ -4,8 +4,9 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -48,7 +49,10 @@ def command(
     history: History = True,
 ) -> None:
     """Chat with the target; /help lists what else there is, end of input leaves."""
+    from spec_runtime.bundle import manifest as bundles
+
     options.standard_input()
+    bundle = bundle or bundles.find()
     engine = options.open_engine(bundle, loading)
     names = options.drafter_names(bundle)
     chat = Chat(engine, settings, system or None, names, loading["lookup"])
@@ -56,7 +60,12 @@ def command(
     source = line_input.open_input([f"/{name}" for name in chat.commands], history)
     chat.help = source.help
     if source.is_interactive:
-        print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        name = visible(bundles.read(bundle, verify=False).manifest.name)
+        print(
+            f"{name} in {engine.target.precision}, drafter {engine.drafter}, context of "
+            f"{engine.target.max_length:,} tokens\n"
+            "/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."
+        )
     while _turn(chat, source):
         pass
 
@@ -130,17 +139,23 @@ class Chat:
         self.help = ""
         self.commands = {
             "help": Command("", "list these commands", self._help),
+            "retry": Command("", "answer the last message anew", self._retry),
+            "undo": Command("", "take the last message and its answer back", self._undo),
             "reset": Command("", "forget the conversation", self._reset),
             "save": Command("FILE", "write the conversation as JSON", self._save),
             "load": Command("FILE", "go on with a conversation that was saved", self._load),
             "system": Command(
                 "[TEXT]", "show or set the system prompt; - takes it out", self._system
             ),
+            "temperature": Command(
+                "[X]", "show or set the temperature; 0 is greedy", self._temperature
+            ),
             "drafter": Command("[NAME]", "show or choose the drafter", self._drafter),
             "stats": Command("", "figures of the last answer and of the conversation", self._stats),
             "colour": Command("", "colour tokens by drafted depth, or stop that", self._colour),
         }
-        self._settings = settings
+        self._settings: SamplingOptions = {**settings}
+        self._is_stopped = threading.Event()
         self._drafters = drafters
         self._lookup = lookup
         self._opened = {engine.drafter.partition("+")[0]: engine}
@@ -151,12 +166,13 @@ class Chat:
 
         What the user can mend is one line, and the conversation stays as it was.
         """
+        self._is_stopped = is_stopped
         found = COMMAND.fullmatch(text)
         try:
             if found is not None:
                 self._run(found[1], (found[2] or "").strip())
             elif text:
-                self._answer(text[1:] if text.startswith("//") else text, is_stopped)
+                self._answer(text[1:] if text.startswith("//") else text)
         except BrokenPipeError:
             raise
         except (OSError, UserError) as error:
@@ -167,8 +183,10 @@ class Chat:
         wanted = self.commands.get(name)
         if wanted is None:
             names = ", ".join(f"/{each}" for each in self.commands)
+            near = get_close_matches(name, self.commands, 1)
+            meant = f"/{near[0]}, or another" if near else "one"
             raise UserError(
-                f"got command /{name}, expected one of {names}; begin with // to send it as text"
+                f"got command /{name}, expected {meant} of {names}; // in front sends it as text"
             )
         if not wanted.argument and argument:
             raise UserError(f"got /{name} {argument!r:.60}, expected nothing after it")
@@ -178,11 +196,11 @@ class Chat:
 
     # ---- answers ----
 
-    def _answer(self, text: str, is_stopped: threading.Event) -> None:
+    def _answer(self, text: str) -> None:
         """Prints the answer to a message; the session adds both to the conversation."""
         whole(text, "a message")
         chunks = self.session.chunks(
-            text, control_tokens=self.control_tokens, cancel=is_stopped, **self._settings
+            text, control_tokens=self.control_tokens, cancel=self._is_stopped, **self._settings
         )
         coloured = Console() if self.is_coloured else None
         result = None
@@ -198,7 +216,9 @@ class Chat:
             return
         self._results.append(result)
         if not is_cut:
-            print(options.summary_line(result), file=sys.stderr)
+            used = result.stats.prompt_tokens + len(result.token_ids)
+            left = self.session.engine.target.max_length - used
+            print(f"{options.summary_line(result)}; context left: {left:,}", file=sys.stderr)
 
     # ---- commands ----
 
@@ -206,6 +226,28 @@ class Chat:
         for name, each in self.commands.items():
             _note(f"{f'/{name} {each.argument}':16} {each.what}")
         _note(f"{self.help} Ctrl-C clears the line or stops the answer, Ctrl-D leaves.")
+
+    def _retry(self, argument: str) -> None:
+        before, results = self.session.messages, self._results
+        try:
+            self._answer(self._take_back())
+        finally:
+            if len(self.session.messages) < len(before):  # there was no answer
+                self.session.messages, self._results = before, results
+        if self.session.messages == before and not self._settings["temperature"]:
+            _note("the same answer, as ever at temperature 0; /temperature 0.7 lets it vary")
+
+    def _undo(self, argument: str) -> None:
+        _note(f"took back {self._take_back()!r:.80}")
+
+    def _take_back(self) -> str:
+        """Removes the last message of the user's and what came after it; returns its text."""
+        said = self.session.messages
+        asked = [index for index, each in enumerate(said) if each["role"] == "user"]
+        if not asked:
+            raise UserError("got no message so far, expected one to take back; type it")
+        self.session.messages, self._results = said[: asked[-1]], self._results[:-1]
+        return _text(said[asked[-1]])
 
     def _reset(self, argument: str) -> None:
         self.session.messages, self._results = [], []
@@ -240,6 +282,18 @@ class Chat:
             self.session.system = None if argument == "-" else argument
         shown = self.session.system or "none but the template's own"
         _note(f"system prompt: {shown}")
+
+    def _temperature(self, argument: str) -> None:
+        if argument:
+            from spec_runtime.sampling import SamplingParams
+
+            try:
+                value = float(argument)
+            except ValueError:
+                raise UserError(f"got temperature {argument!r:.40}, expected a number") from None
+            SamplingParams(temperature=value)
+            self._settings["temperature"] = value
+        _note(f"temperature: {self._settings['temperature']:g}")
 
     def _drafter(self, argument: str) -> None:
         if argument:
@@ -292,7 +346,7 @@ def _note(text: str) -> None:
     print(visible(text), file=sys.stderr, flush=True)
 
 
-def _text(message: dict[str, Any]) -> str:
+def _text(message: Mapping[str, Any]) -> str:
     """Returns the text of a message that the engine has taken."""
     content = message["content"] or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -18,10 +18,13 @@ from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.answers import Answers
+from spec_runtime.serving.schemas import ChatMessage
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.streams import event_of
+from spec_runtime.text.prompt import Prompt
 from spec_runtime.text.tokenizer import Codec
-from spec_runtime.trees.drawing import accepted_tree_svg
+from spec_runtime.tracing.record import node_texts, whole_path
+from spec_runtime.trees.drawing import accepted_nodes
 from spec_runtime.trees.tree import TokenTree
 
 # Nothing is loaded from elsewhere, and no other page may show this one in a frame.
@@ -36,15 +39,24 @@ PAGE_HEADERS = {
 
 
 class PageRequest(BaseModel):
-    """Holds what the page asks for; `drafter` false is plain decoding."""
+    """Holds what the page asks for: a conversation to go on with. `drafter` false is plain
+    decoding."""
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: Annotated[str, Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     drafter: Annotated[bool, Field(strict=True)] = True
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: int = 0
+
+    @property
+    def prompt(self) -> Prompt:
+        """Returns what the engine encodes: a first message by itself may do without a template."""
+        messages = [message.plain() for message in self.messages]
+        is_first = len(messages) == 1 and messages[0]["role"] == "user"
+        text = messages[0]["content"]
+        return text if is_first and isinstance(text, str) else messages
 
 
 @functools.cache
@@ -74,6 +86,7 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
     """
     engine = service.engine
     recorders: list[TreeRecorder] = []
+    calls: list[Call] = []
 
     def record(proposer: Proposer) -> Proposer:
         recorders.append(TreeRecorder(proposer))
@@ -83,28 +96,35 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
         params = SamplingParams(
             max_new_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed
         )
-        prompt = service.check_prompt(engine.encode(body.prompt), "prompt")
-        return [engine.make_call(prompt, params=params)]
+        prompt = service.check_prompt(engine.encode(body.prompt), "messages")
+        calls.append(engine.make_call(prompt, params=params))
+        return calls
 
     def observe(lane: Engine) -> Engine:
         return lane.observed(record) if body.drafter else undrafted(lane)
 
     answers = service.begin(prepare, is_stream=True, observe=observe)
     drafter = engine.drafter if body.drafter else "none"
-    return service.event_stream(request, answers, _events(answers, engine, drafter, recorders))
+    events = _events(answers, engine, drafter, calls, recorders)
+    return service.event_stream(request, answers, events)
 
 
 async def _events(
-    answers: Answers, engine: Engine, drafter: str, recorders: list[TreeRecorder]
+    answers: Answers,
+    engine: Engine,
+    drafter: str,
+    calls: list[Call],
+    recorders: list[TreeRecorder],
 ) -> AsyncGenerator[str, None]:
     async for _, chunk in answers:
         if chunk.token_ids or chunk.pieces:
             pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
     tree = recorders[0].last if recorders else None
-    svg = None if tree is None else drawn(engine.tokenizer, drafter, *tree)
+    shown = None if tree is None else shown_tree(engine.tokenizer, drafter, *tree)
     figures = _figures(answers.results[0], drafter, engine.target.precision)
-    yield event_of({"result": figures, "tree": svg})
+    figures["prompt_ids"] = calls[0].prompt
+    yield event_of({"result": figures, "tree": shown})
 
 
 def _figures(result: GenerationResult, drafter: str, precision: str) -> dict[str, Any]:
@@ -113,7 +133,7 @@ def _figures(result: GenerationResult, drafter: str, precision: str) -> dict[str
         "drafter": drafter,
         "precision": precision,
         "finish_reason": result.finish_reason,
-        "tokens": len(result.token_ids),
+        "token_ids": result.token_ids,
         "steps": stats.steps,
         "tokens_per_second": stats.tokens_per_second,
         "accepted_length": stats.accepted_length,
@@ -122,20 +142,12 @@ def _figures(result: GenerationResult, drafter: str, precision: str) -> dict[str
     }
 
 
-def drawn(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> str:
-    """Returns the SVG of one step."""
-
-    def text(before: list[int], token: int) -> str:
-        if token in codec.eos:
-            return "(end)"
-        return codec.decode([*before, token])[len(codec.decode(before)) :]
-
-    tokens = tree.token_N
-    paths = [tree.path(node) for node in range(tree.num_nodes)]
-    texts = [text(tokens[path[:-1]].tolist(), int(tokens[path[-1]])) for path in paths]
-    bonus = text(tokens[step.path].tolist(), step.tokens[-1])
+def shown_tree(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> dict[str, Any]:
+    """Returns one step's tree for the page to draw: a title, and [parent, kind, text] of nodes."""
+    path = whole_path(tree, step)
+    texts, bonus = node_texts(codec, tree, path, step)
     title = (
         f"The last step of {drafter}: {tree.num_nodes - 1} drafted, "
-        f"{len(step.path) - 1} accepted, {len(step.tokens)} committed"
+        f"{step.num_accepted} accepted, {len(step.tokens)} committed"
     )
-    return accepted_tree_svg(tree, step.path, texts, bonus, title)
+    return {"title": title, "nodes": accepted_nodes(tree, path, texts, bonus)}

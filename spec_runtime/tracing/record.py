@@ -128,10 +128,12 @@ def node_texts(
 ) -> tuple[list[str], str | None]:
     """Returns the text of each node and of the bonus, each as it reads after the text before it.
 
-    The bonus is None if the step has none.
+    The bonus is None if the step has none. An end-of-sequence token, which has no text, is "(end)".
     """
 
     def text(before: list[int], token: int) -> str:
+        if token in codec.eos:
+            return "(end)"
         return codec.decode([*before, token])[len(codec.decode(before)) :]
 
     tokens = tree.token_N

@@ -221,24 +221,12 @@ def accepted_tree(
 
     Raises UserError as that does.
     """
-    if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
-        raise UserError(
-            f"got path {list(path)} and {len(texts)} texts for {tree.num_nodes} nodes, expected a "
-            "path from the root and one text a node"
-        )
-    kinds = ["accepted" if node in path else "refused" for node in range(tree.num_nodes)]
-    kinds[0] = "root"
-    ranks, shown, parents = _ranks(tree, path), [*texts], tree.parent_N.tolist()
-    if bonus_text is None:
-        del ranks[-1]
-    else:
-        kinds.append("bonus")
-        shown.append(bonus_text)
-        parents.append(path[-1])
-    boxes = _boxes(ranks, kinds, [_shown(text) for text in shown])
+    nodes = accepted_nodes(tree, path, texts, bonus_text)
+    ranks = _ranks(tree, path)[: len(nodes)]
+    boxes = _boxes(ranks, [node.kind for node in nodes], [node.text for node in nodes])
     edges = [
-        (box.kind, _edge(boxes[parent], box))
-        for box, parent in zip(boxes[1:], parents[1:], strict=True)
+        (box.kind, _edge(boxes[node.parent], box))
+        for box, node in zip(boxes[1:], nodes[1:], strict=True)
     ]
     edges.sort(key=lambda edge: edge[0] != "refused")  # the path's are drawn over the others
     lines = [f'<path class="edge {kind}" d="{line}"/>' for kind, line in edges]
@@ -247,6 +235,36 @@ def accepted_tree(
         MARGIN + max(box.x + box.width for box in boxes),
         max(box.y for box in boxes),
     )
+
+
+class AcceptedNode(NamedTuple):
+    """One node of a step's tree as it is shown: `kind` is root, accepted, refused or bonus."""
+
+    parent: int
+    kind: str
+    text: str
+
+
+def accepted_nodes(
+    tree: TokenTree, path: Sequence[int], texts: Sequence[str], bonus_text: str | None
+) -> list[AcceptedNode]:
+    """Returns the nodes of one step's tree, and the bonus after them unless its text is None. Their
+    texts have visible white space, and are cut.
+
+    Raises UserError as `accepted_tree_svg` does.
+    """
+    if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
+        raise UserError(
+            f"got path {list(path)} and {len(texts)} texts for {tree.num_nodes} nodes, expected a "
+            "path from the root and one text a node"
+        )
+    kinds = ["accepted" if node in path else "refused" for node in range(tree.num_nodes)]
+    kinds[0] = "root"
+    shown = [_shown(text) for text in texts]
+    nodes = list(map(AcceptedNode, tree.parent_N.tolist(), kinds, shown))
+    if bonus_text is not None:
+        nodes.append(AcceptedNode(path[-1], "bonus", _shown(bonus_text)))
+    return nodes
 
 
 def _ranks(tree: TokenTree, path: Sequence[int]) -> list[RankPath]:

@@ -195,7 +195,8 @@ async def test_a_request_ends_when_its_timeout_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, BODY), (COMPLETIONS, STREAM), ("/page/answer", BODY)]
+    ("path", "body"),
+    [(COMPLETIONS, BODY), (COMPLETIONS, STREAM), ("/page/answer", {"messages": HELLO})],
 )
 def test_a_disconnect_ends_the_answer_within_a_step(path: str, body: dict[str, Any]) -> None:
     body = {**body, "max_tokens": 200}

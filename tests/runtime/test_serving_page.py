@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-import xml.etree.ElementTree as ElementTree
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from page_elements import Elements
-from served import events, served, toy_engine
+from served import HELLO, events, served, toy_engine
 from toy_backend import ByteTokenizer
 
-from spec_runtime.serving.page import drawn, page_html
+from spec_runtime.serving.page import PageRequest, page_html, shown_tree
 from spec_runtime.step import Step
 from spec_runtime.trees.tree import TokenTree
 from tools.docs import page_screenshots
@@ -30,7 +32,7 @@ def answer(client: Any, **body: Any) -> tuple[list[Any], Any]:
     """Returns the pieces of an answer, and its last event."""
     found = events(client.post("/page/answer", json=body).text)
     tokens = sum(event.get("tokens", 0) for event in found)
-    assert tokens == found[-1]["result"]["tokens"] == body["max_tokens"]
+    assert tokens == len(found[-1]["result"]["token_ids"]) == body["max_tokens"]
     return [piece for event in found for piece in event.get("pieces", ())], found[-1]
 
 
@@ -67,19 +69,45 @@ def test_the_page_names_its_fields_and_fits_phones() -> None:
 
 def test_the_pieces_are_the_answer_with_its_depths(client: Any) -> None:
     expected = toy_engine().generate("hello", max_new_tokens=40)
-    pieces, last = answer(client, prompt="hello", max_tokens=40)
+    pieces, last = answer(client, messages=HELLO, max_tokens=40)
     assert "".join(text for text, _ in pieces) == expected.text
     assert {depth for _, depth in pieces} > {0, 1}
     result = last["result"]
     assert result["drafter"] == "parallelspec"
     assert result["accepted_length"] == expected.stats.accepted_length > 1
     assert result["acceptance_by_depth"] == expected.stats.acceptance_by_depth
-    ElementTree.fromstring(last["tree"])
-    assert "The last step of parallelspec" in last["tree"]
+    assert result["token_ids"] == expected.token_ids
+    assert result["prompt_ids"] == toy_engine().encode("hello")
+    assert last["tree"]["title"].startswith("The last step of parallelspec: ")
+
+
+def test_the_page_goes_on_with_a_conversation(client: Any) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, *HELLO]
+    said = [*turns, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
+    pieces, last = answer(client, messages=said, max_tokens=9)
+    expected = toy_engine().generate(said, max_new_tokens=9)
+    assert "".join(text for text, _ in pieces) == expected.text
+    assert last["result"]["prompt_ids"] == toy_engine().encode(said)
+
+
+def test_a_first_message_needs_no_template() -> None:
+    for messages, prompt in ((HELLO, "hello"), ([*HELLO, *HELLO], [*HELLO, *HELLO])):
+        assert PageRequest.model_validate({"messages": messages}).prompt == prompt
+
+
+def test_two_continuations_are_scored_as_the_page_asks(client: Any) -> None:
+    ids = answer(client, messages=HELLO, max_tokens=1)[1]["result"]
+    (first,) = ids["token_ids"]
+    prompts = [[*ids["prompt_ids"], each] for each in (first, first ^ 1)]
+    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 0}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    likely, other = (choice["logprobs"]["token_logprobs"][-1] for choice in choices)
+    assert likely > other, "the first one is the target's own"
+    assert all(choice["logprobs"]["tokens"][-1] for choice in choices)
 
 
 def test_plain_decoding_gives_the_same_text_without_a_tree(client: Any) -> None:
-    body = {"prompt": "hello", "max_tokens": 30, "temperature": 0.7, "seed": 3}
+    body = {"messages": HELLO, "max_tokens": 30, "temperature": 0.7, "seed": 3}
     drafted, _ = answer(client, **body)
     plain, last = answer(client, **body, drafter=False)
     assert "".join(text for text, _ in drafted) == "".join(text for text, _ in plain)
@@ -92,13 +120,14 @@ def test_plain_decoding_gives_the_same_text_without_a_tree(client: Any) -> None:
     "body",
     [
         {},
-        {"prompt": ""},
-        {"prompt": 5},
-        {"prompt": "x", "max_tokens": 5000},
-        {"prompt": "x", "temperature": -1},
-        {"prompt": "x", "drafter": "medusa"},
-        {"prompt": "x", "system": "y"},
-        {"prompt": "x" * 500},
+        {"messages": []},
+        {"messages": 5},
+        {"messages": [{"role": "user"}]},
+        {"messages": HELLO, "max_tokens": 5000},
+        {"messages": HELLO, "temperature": -1},
+        {"messages": HELLO, "drafter": "medusa"},
+        {"messages": HELLO, "system": "y"},
+        {"messages": [{"role": "user", "content": "x" * 500}]},
     ],
 )
 def test_what_the_page_cannot_have_is_refused(client: Any, body: dict[str, Any]) -> None:
@@ -107,27 +136,40 @@ def test_what_the_page_cannot_have_is_refused(client: Any, body: dict[str, Any])
     assert reply.json()["error"]["message"]
 
 
-def test_a_step_is_drawn_with_the_text_of_its_tokens() -> None:
-    tree = TokenTree(np.frombuffer(b"ab<", np.uint8).astype(np.int64), np.array([0, 0, 1]))
-    step = Step([ord("b"), 257], num_accepted=1, path=[0, 1])
-    svg = drawn(ByteTokenizer(), "medusa", tree, step)
-    ElementTree.fromstring(svg)
-    assert "The last step of medusa: 2 drafted, 1 accepted, 2 committed" in svg
-    assert "&lt;" in svg
-    assert "(end)" in svg, "the EOS has no text of its own"
+def test_a_step_is_shown_with_the_text_of_its_tokens() -> None:
+    tree = TokenTree(np.frombuffer(b"a <", np.uint8).astype(np.int64), np.array([0, 0, 1]))
+    step = Step([ord(" "), 257], num_accepted=1, path=[0, 1])
+    shown = shown_tree(ByteTokenizer(), "medusa", tree, step)
+    assert shown["title"] == "The last step of medusa: 2 drafted, 1 accepted, 2 committed"
+    nodes = [(0, "root", "a"), (0, "accepted", "␣"), (1, "refused", "<")]
+    assert shown["nodes"] == [*nodes, (1, "bonus", "(end)")], "the EOS has no text of its own"
+    cut = Step([ord(" ")], num_accepted=1, path=[0])
+    assert shown_tree(ByteTokenizer(), "medusa", tree, cut)["nodes"] == nodes
+
+
+def printed_by(interpreter: str, program: str) -> str:
+    """Returns what a program prints on standard output."""
+    return subprocess.run(
+        [interpreter, "-c", program], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def test_the_page_works_in_a_browser(client: Any) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    pytest.importorskip("openai", reason="openai is not installed")
     chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no Chromium is installed")
+    if chromium is None or shutil.which("curl") is None:
+        pytest.skip("no Chromium is installed, or no curl")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for window in page_screenshots.WINDOWS:
             seen = page_screenshots.visit(browser, str(client.base_url), window, "hello", tokens=60)
             assert seen.faults == []
             assert seen.result.endswith("both texts are the same.")
+            assert seen.name == "toy"
+            said = json.loads(printed_by("bash", f"{seen.curl} --silent"))
+            assert said["choices"][0]["message"]["content"] == seen.answers[0]
+            assert printed_by(sys.executable, seen.python) == f"{seen.answers[0]}\n"
             assert seen.after_escape in ("Stopped.", ""), "the toy may have been faster"
             assert seen.focused == ["most", "temperature", "compare", "numbers", "run"]
             assert len(seen.picture) > 10_000

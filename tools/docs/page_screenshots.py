@@ -5,9 +5,10 @@ pictures of it.
 usage: python tools/docs/page_screenshots.py URL OUT [--prompt TEXT] [--browser /usr/bin/chromium]
 
 Needs `pip install playwright pillow` and a Chromium, for instance Debian's package. Writes
-OUT/serve-desktop.png (light, run by Ctrl+Enter) and OUT/serve-phone.png (dark, run by touch, with
-depths as numbers). Exit code 1 if the page printed an error, asked for anything elsewhere, was
-wider than its window, or went on after Escape.
+OUT/serve-desktop.png and serve-phone.png, the one light and run by Ctrl+Enter, the other dark, run
+by touch and with depths as numbers, and serve-desktop-dark.png and serve-phone-light.png. Exit code
+1 if the page printed an error, asked for anything elsewhere, was wider than its window or its tree
+than its card, copied something else than its answer, or went on after Escape.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from pathlib import Path
 from typing import Any
 
 PROMPT = "List five everyday uses of a wooden spoon, each with one short sentence."
+SYSTEM, FIRST = "Answer in plain English.", 'What isn\'t made of "wood" in a kitchen?'
 TOKENS = 120
+BEYOND = "((tree) => tree.scrollWidth - tree.clientWidth)(document.getElementById('tree'))"
 PATIENCE = 600  # tenths of a second until an answer has to be complete
 COLOURS = 192  # of a picture's palette, which makes it a third as large
 # name -> width, height, colour scheme
-WINDOWS = {"desktop": (1120, 900, "light"), "phone": (390, 844, "dark")}
+WINDOWS = {
+    "desktop": (1280, 900, "light"),
+    "desktop-dark": (1280, 900, "dark"),
+    "phone": (390, 844, "dark"),
+    "phone-light": (390, 844, "light"),
+}
 
 
 @dataclass
@@ -34,21 +42,31 @@ class Visit:
     """What was seen on one visit to the page."""
 
     picture: bytes
+    name: str  # of the model
     result: str  # what the page says of the two answers
+    answers: list[str]  # of the second turn, with the drafter and without
+    curl: str  # the second turn's request
+    python: str
     after_escape: str  # what it says when a run was stopped
     focused: list[str]  # by the tab key, in this order
     faults: list[str] = field(default_factory=list)
 
 
 def visit(browser: Any, url: str, window: str, prompt: str, tokens: int) -> Visit:
-    """Runs the page once with the drafter and without, takes its picture, then runs and stops it.
+    """Has two turns of a conversation, each with the drafter and without, takes a picture, then
+    begins a third turn and stops it.
 
     Waits by asking the page, whose policy forbids evaluated strings.
     """
     width, height, scheme = WINDOWS[window]
-    has_touch = window == "phone"
+    has_touch = window.startswith("phone")
     viewport = {"width": width, "height": height}
-    page = browser.new_page(viewport=viewport, color_scheme=scheme, has_touch=has_touch)
+    page = browser.new_page(
+        viewport=viewport,
+        color_scheme=scheme,
+        has_touch=has_touch,
+        permissions=["clipboard-read", "clipboard-write"],
+    )
     faults: list[str] = []
     page.on("console", lambda message: faults.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: faults.append(f"error: {error}"))
@@ -59,36 +77,46 @@ def visit(browser: Any, url: str, window: str, prompt: str, tokens: int) -> Visi
 
     page.on("request", look)
     page.goto(f"{url}/")
-    page.fill("#prompt", prompt)
+    page.fill("#system", SYSTEM)
     page.fill("#most", str(tokens))
 
-    def run() -> None:
-        page.focus("#prompt")
+    def run(text: str) -> None:
+        page.fill("#prompt", text)
         if has_touch:
             page.tap("#run")
         else:
             page.keyboard.press("Control+Enter")
 
-    run()
-    wait(page)
+    for text in (FIRST, prompt):
+        run(text)
+        wait(page)
     if has_touch:
         page.tap("#numbers")
     result = page.inner_text("#result") or page.inner_text("#error")
     if (inner := page.evaluate("document.documentElement.scrollWidth")) > width:
         faults.append(f"the page is {inner} pixels wide in a window of {width}")
+    if (inner := page.evaluate(BEYOND)) > 0:
+        faults.append(f"the tree is {inner} pixels wider than its card")
+    answers = [page.text_content(f"#{id} .text") for id in ("drafted", "plain")]
     picture = page.screenshot(full_page=True)
+    page.click("#drafted .copy")
+    page.wait_for_selector("#drafted .copy:text('Copied')")
+    if page.evaluate("navigator.clipboard.readText()") != answers[0]:
+        faults.append("what was copied is not the answer")
+    curl, python = (page.text_content(f"#{id}") for id in ("curl", "python"))
     focused = []
     page.focus("#prompt")
     for _ in range(5):
         page.keyboard.press("Tab")
         focused.append(page.evaluate("document.activeElement.id"))
     page.fill("#most", "4096")
-    run()
+    run(prompt)
     page.keyboard.press("Escape")
     wait(page)
     after_escape = page.inner_text("#error")
+    name = page.inner_text("h1")
     page.close()
-    return Visit(picture, result, after_escape, focused, faults)
+    return Visit(picture, name, result, answers, curl, python, after_escape, focused, faults)
 
 
 def wait(page: Any) -> None:
