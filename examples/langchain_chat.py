@@ -1,7 +1,7 @@
 """Talks to `spec-runtime serve` by LangChain's client for OpenAI.
 
 pip install langchain-openai
-spec-runtime serve bundles/smollm2-135m-instruct     # in another terminal
+spec-runtime serve --bundle bundles/smollm2-135m-instruct     # in another terminal
 python examples/langchain_chat.py http://127.0.0.1:8000/v1 smollm2-135m-instruct
 """
 

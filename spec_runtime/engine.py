@@ -83,7 +83,10 @@ class ManyAnswers(Protocol):
 
 class DrafterSource(Protocol):
     """Opens further drafters of the same bundle, see load.DrafterOpener; `bundle_hash` is the
-    SHA-256 of its manifest."""
+    SHA-256 of its manifest, and `names` are those of the drafters."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     @property
     def bundle_hash(self) -> str: ...
@@ -177,6 +180,12 @@ class Engine:
     def drafter(self) -> str:
         """Names the drafter, followed by "+prompt_lookup" where lookup's candidates are merged."""
         return self._opened.name
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names the drafters that `with_drafter` takes; its own, if it takes none."""
+        opener = self._open_parts().opener
+        return (self.drafter,) if opener is None else tuple(opener.names)
 
     @property
     def proposer(self) -> Proposer:

@@ -160,7 +160,7 @@ def load(
 
         path = cached(path)
     bundle = _shortened(bundles.read(path, options.verify), options.context)
-    known = _drafter_names(bundle)
+    known = drafter_names(bundle.manifest)
     if drafter is not None and drafter not in known:  # before anything slow
         raise UnknownDrafterError(drafter, known)
     precision = bundle.manifest.target.precision
@@ -225,7 +225,7 @@ class DrafterOpener:
     ) -> None:
         self._bundle, self._target, self._tokenizer = bundle, target, tokenizer
         self._options = options
-        self._known = _drafter_names(bundle)
+        self.names = drafter_names(bundle.manifest)
         self._measured: dict[profiles.Key, profiles.Profile] = {}
 
     @cached_property
@@ -239,7 +239,7 @@ class DrafterOpener:
         Raises UserError for an unknown name and for what the bundle cannot do.
         """
         options = replace(self._options, drafter=name, lookup=lookup)  # checked
-        name = self._known[0] if name is None else name
+        name = self.names[0] if name is None else name
         if options.prefers_fused:
             fused = self._open_fused(name, lookup)
             if fused is not None:
@@ -285,8 +285,8 @@ class DrafterOpener:
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""
-        if name not in self._known:
-            raise UnknownDrafterError(name, self._known)
+        if name not in self.names:
+            raise UnknownDrafterError(name, self.names)
         target = self._target
         if name not in PROPOSERS:
             raise UserError(
@@ -369,8 +369,9 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     return opened._replace(proposer=pauser, budget=choice.budget, is_tuned=profile.is_tuned)
 
 
-def _drafter_names(bundle: bundles.Bundle) -> list[str]:
-    names = [info.name for info in bundle.manifest.drafters]
+def drafter_names(manifest: bundles.Manifest) -> list[str]:
+    """Returns the names of a bundle's drafters, and after them the built-in ones'."""
+    names = [info.name for info in manifest.drafters]
     return [*names, *(name for name in BUILT_IN if name not in names)]
 
 

@@ -17,11 +17,12 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from spec_runtime.errors import UserError
+from spec_runtime.options import meant_by, require_known
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -183,8 +184,13 @@ class Checked:
     """Makes the constructor of a frozen dataclass check its fields by their annotations.
 
     Takes NumPy's scalars and arrays as Python's numbers and lists. Raises UserError, which names
-    the field as its `param`: "got top_k 0, expected 1 or more or None".
+    the field as its `param`: "got top_k 0, expected 1 or more or None"; and TypeError for an
+    unknown name: "got unknown option 'max_tokens', expected max_new_tokens".
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        require_known(options, [field.name for field in dataclasses.fields(typing.cast(Any, cls))])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         from pydantic import ValidationError
@@ -301,12 +307,17 @@ def require_keys(
     error: type[UserError] = UserError,
 ) -> None:
     """Raises `error` if a given key is not known or a required one is not given."""
-    wrong = [f"unknown key {key!r:.60}" for key in given if key not in known]
+    wrong = [f"unknown key {key!r:.60}{_meant(key, known)}" for key in given if key not in known]
     wrong += [f"missing key {key!r}" for key in required if key not in given]
     if wrong:
         wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
         got = f"{where}{': ' if where else ''}got {brief(', '.join(wrong))}"
         raise error(f"{got}; expected keys {', '.join(known)}")
+
+
+def _meant(key: object, known: Collection[str]) -> str:
+    meant = meant_by(str(key), known)
+    return f" (meant: {meant})" if meant is not None else ""
 
 
 class _Fault(NamedTuple):

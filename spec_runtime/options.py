@@ -7,8 +7,10 @@ of the reference are made from it, so that an option is said once.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +27,53 @@ class Option:
     unset: str | None = None
     flag: str | None = None
     metavar: str | None = None
+
+
+# Names that other libraries have for options of ours.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_tokens", "max_length", "max_completion_tokens", "max_output_tokens", "num_predict"),
+        "max_new_tokens",
+    ),
+    **dict.fromkeys(("n_predict", "num_tokens", "max_gen_len"), "max_new_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "until"), "stop"),
+    **dict.fromkeys(("eos_token_id", "stop_tokens"), "stop_token_ids"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "repetition_penalty"),
+    **dict.fromkeys(("random_seed", "sampler_seed"), "seed"),
+    **dict.fromkeys(("temp", "do_sample"), "temperature"),
+    **dict.fromkeys(("system_prompt", "instructions"), "system"),
+    **dict.fromkeys(
+        ("grammar", "json_schema", "guided_json", "structured_outputs"), "response_format"
+    ),
+    **dict.fromkeys(("logits_processors", "processors"), "logits_processor"),
+    "top_logprobs": "logprobs",
+    "sampling_params": "params",
+    **dict.fromkeys(("n_ctx", "max_model_len", "max_seq_len", "num_ctx"), "context"),
+    **dict.fromkeys(("n_threads", "num_threads", "num_thread"), "threads"),
+    **dict.fromkeys(("draft_model", "speculative_model", "assistant_model"), "drafter"),
+    **dict.fromkeys(("device", "provider", "providers"), "backend"),
+    **dict.fromkeys(("batch_size", "num_lanes", "max_num_seqs", "n_parallel"), "parallel"),
+    **dict.fromkeys(("model", "model_path", "bundle"), "path"),
+}
+
+
+def meant_by(name: str, known: Iterable[str]) -> str | None:
+    """Returns which of the known options a name stands for that is not one, None for none: by what
+    other libraries call it, or as it is spelt."""
+    known = list(known)
+    if (meant := ELSEWHERE.get(name)) in known:
+        return meant
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.75)), None)
+
+
+def require_known(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises TypeError for a name that is no known option, with the one that is meant."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            meant = meant_by(name, known)
+            expected = meant if meant is not None else f"one of {', '.join(known)}"
+            raise TypeError(f"got unknown option {name!r:.80}, expected {expected}")
 
 
 class Declared(NamedTuple):

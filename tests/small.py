@@ -119,6 +119,7 @@ class ToyOpener:
     """Opens plain decoding or prompt lookup, as load.DrafterOpener does for a bundle."""
 
     bundle_hash = ""
+    names = ("prompt_lookup", "none")
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         proposer: Proposer = PlainProposer() if name == "none" else MergedProposer(PlainProposer())

@@ -170,7 +170,7 @@ def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_
 
 
 def test_workers_that_cannot_start_end_the_command(bundle: Path, tmp_path: Path) -> None:
-    options = ("--workers", "2", "--drafter", "hydra")
+    options = ("--workers", "2", "--drafter", "none", "--lookup")
     with running(bundle, tmp_path / "log", *options) as (process, _):
         code, said = end(process)
     assert code == 2
@@ -187,20 +187,62 @@ def test_ctrl_c_while_workers_start_is_quiet(bundle: Path, tmp_path: Path) -> No
         assert end(process) == (0, "")
 
 
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[processes.ServedBundles]:
+    """Returns the list of what would have been served."""
+    found: list[processes.ServedBundles] = []
+    monkeypatch.setattr(processes, "serve", lambda bundles, *_: found.append(bundles))
+    return found
+
+
 def test_loopback_may_be_written_in_capitals(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    served: list[processes.ServedBundles],
 ) -> None:
     bind = processes.bind
     monkeypatch.setattr(processes, "bind", lambda host, port: bind("127.0.0.1", port))
-    served: list[processes.ServedBundle] = []
-
-    def serve(bundle: processes.ServedBundle, *_: object) -> None:
-        served.append(bundle)
-
-    monkeypatch.setattr(processes, "serve", serve)
     code, _, error = run("serve", bundle, "--port", "0", "--host", "LocalHost")
     assert code == 0, error
     assert served[0].settings.hosts == settings.LOOPBACK
+
+
+def test_bundles_are_named_and_have_aliases(
+    bundle: Path, run: Run, served: list[processes.ServedBundles]
+) -> None:
+    options = ["--model-alias", "gpt-4o", "--context", "32", "--port", "0"]
+    code, _, error = run("serve", "--bundle", bundle, *options)
+    assert code == 0, error
+    options = ["--model-alias", "gpt-4o=b", "--max-loaded", "1", "--port", "0"]
+    code, _, error = run("serve", bundle, "--bundle", f"b={bundle}", *options)
+    assert code == 0, error
+    one, two = served
+    assert [(each.name, each.aliases) for each in one.bundles] == [("tiny", ("gpt-4o",))]
+    assert (one.bundles[0].max_length, one.most_open) == (32, None)
+    assert [(each.name, each.aliases) for each in two.bundles] == [("tiny", ()), ("b", ("gpt-4o",))]
+    assert (two.bundles[1].arguments["path"], two.most_open) == (str(bundle), 1)
+    assert "none" in two.bundles[1].drafters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bundle", "{bundle}"], "got 2 bundles with the name tiny, expected one"),
+        (["--bundle", "b={bundle}", "--name", "x"], "got --name x with 2 bundles, expected one"),
+        (["--bundle", "b={bundle}", "--model-alias", "y"], "got --model-alias y, expected ALIAS="),
+        (["--model-alias", "tiny"], "got --model-alias tiny, expected ALIAS=NAME with a new alias"),
+        (["--bundle", "b=/no/such"], "/no/such: "),
+    ],
+)
+def test_names_that_tell_no_bundles_apart_are_one_line(
+    bundle: Path, run: Run, options: list[str], message: str
+) -> None:
+    options = [option.format(bundle=bundle) for option in options]
+    code, _, error = run("serve", bundle, "--port", "0", *options)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_conversations_in_turn_are_kept_for_both(bundle: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def command(
         print_chunk(chunk, coloured)
     print(flush=True)
     assert engine.last_result is not None
-    print(options.summary_line(engine.last_result), file=sys.stderr)
+    print(options.summary_line(engine.last_result, loading), file=sys.stderr)
 
 
 def _without_thinking(

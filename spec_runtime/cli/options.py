@@ -25,17 +25,18 @@ def drafter_names(bundle: Path | None) -> list[str]:
     Leaves the bundle's own out if it cannot be read.
     """
     from spec_runtime.bundle import manifest as bundles
+    from spec_runtime.load import drafter_names as names_in
     from spec_runtime.proposers import BUILT_IN
 
     try:
-        manifest = bundles.read(bundle or bundles.find(), verify=False).manifest
+        return names_in(bundles.read(bundle or bundles.find(), verify=False).manifest)
     except (OSError, ValueError):  # who opens it will say what is wrong with it
         return [*BUILT_IN]
-    return [*(entry.name for entry in manifest.drafters), *BUILT_IN]
 
 
 def _complete_drafter(context: typer.Context) -> list[str]:
-    return drafter_names(context.params.get("bundle"))
+    bundle = context.params.get("bundle")
+    return drafter_names(Path(bundle[0]) if isinstance(bundle, list) else bundle)
 
 
 Bundle = Annotated[
@@ -141,15 +142,28 @@ def deliver(out: Path | None, figures: dict[str, Any], show: Callable[[], None])
         show()
 
 
-def summary_line(result: "GenerationResult") -> str:
-    """Returns one line that says how much was generated, how fast, and why it ended."""
+def counted_threads(threads: int | None) -> str:
+    """Returns how many threads an engine has, None for as many as this process may use."""
+    from spec_runtime.machine import default_threads
+
+    number = threads or default_threads()
+    return f"{number} threads" if number > 1 else "1 thread"
+
+
+def summary_line(result: "GenerationResult", loading: dict[str, Any] | None = None) -> str:
+    """Returns one line that says how much was generated, how fast, and why it ended; also by how
+    many threads, if the options of `load` are given and they are those of a CPU."""
     stats = result.stats
     caveat = "" if result.preserves_distribution else "; not the target's distribution"
     rests = ""  # where drafts found or paid little
     if 0 < stats.drafted_steps < stats.steps / 2:
         rests = f" (drafts in {stats.drafted_steps} of {stats.steps} steps)"
+    threads = ""
+    if loading is not None and loading["backend"] == "onnxruntime":
+        threads = f"{counted_threads(loading['threads'])}, "
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"accepted length {stats.accepted_length:.2f}{rests}, "
-        f"prefill {stats.prefill_seconds:.2f} s, finished by {result.finish_reason}{caveat}"
+        f"prefill {stats.prefill_seconds:.2f} s, {threads}"
+        f"finished by {result.finish_reason}{caveat}"
     )

@@ -11,7 +11,7 @@ from annotated_types import Gt
 
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import Checked
-from spec_runtime.options import Option
+from spec_runtime.options import Option, require_known
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 from spec_runtime.text.messages import Tools
 from spec_runtime.waiting.interruption import Interruption
@@ -81,7 +81,8 @@ def read_options(options: Mapping[str, Any]) -> Request:
     Raises TypeError for an unknown one, and UserError for a value that is not allowed and for
     `params` together with single fields of SamplingParams.
     """
-    names = {field.name for field in fields(Request)}
+    names = [field.name for field in fields(Request)]
+    require_known(options, [*(field.name for field in fields(SamplingParams)), *names])
     own = {name: value for name, value in options.items() if name in names}
     sampling = {name: value for name, value in options.items() if name not in names}
     params = own.get("params")
@@ -92,7 +93,6 @@ def read_options(options: Mapping[str, Any]) -> Request:
             f"got params {params!r:.60}, expected SamplingParams or None", param="params"
         )
     elif sampling:
-        SamplingParams(**sampling)  # an unknown name is a TypeError, here as elsewhere
         raise UserError(
             f"got params and {', '.join(sampling)}, expected one of them: dataclasses.replace "
             "copies params with other fields",

@@ -42,6 +42,7 @@ class Answers:
         self.prompt_tokens = 0
         self._prepare, self._num_prompts = prepare, num_prompts
         self._results: dict[int, GenerationResult] = {}
+        self._texts: dict[int, str] | None = None if is_stream else {}  # so far, of each choice
         self._metrics = metrics
         self._timeout = timeout
         self._begun = time.monotonic()
@@ -85,11 +86,13 @@ class Answers:
     def _time_out(self) -> None:
         if not self._job.is_over:
             self._metrics.count_end("timeout")
-            self._job.fail(timed_out(self._timeout))
+            self._job.fail(timed_out(self._timeout).with_texts(self._texts))
 
     def _count(self, index: int, chunk: Chunk) -> None:
         """Counts a chunk as it comes. Raises ApiError for an answer that a stop has cut off."""
         now = time.monotonic()
+        if self._texts is not None and chunk.text:
+            self._texts[index] = self._texts.get(index, "") + chunk.text
         if chunk.token_ids:
             is_first = index not in self._last
             if is_first:
@@ -100,4 +103,4 @@ class Answers:
             self._results[index] = chunk.result
             self._metrics.count_answer(chunk.result, self._first_seconds.get(index, 0.0))
             if chunk.result.finish_reason == "cancelled":
-                raise stopped()
+                raise stopped().with_texts(self._texts)

@@ -15,6 +15,9 @@ from starlette.responses import Response
 
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
+from spec_runtime.options import declared, meant_by
+from spec_runtime.sampling import SamplingParams
+from spec_runtime.serving.ignored import DEFAULTS
 from spec_runtime.waiting.admission import QueueFull
 
 MAX_MESSAGE = 1200  # characters
@@ -47,6 +50,9 @@ INSTEAD = {
     "prompt_logprobs": "'echo' with 'logprobs' at /v1/completions",
     "suffix": "a 'prompt' in the form in which the model fills in text",
     "return_token_ids": "'/tokenize'",
+    **dict.fromkeys(("draft_model", "speculative_model"), "'drafter'"),
+    "random_seed": "'seed'",
+    "continue_final_message": "/v1/messages, whose last message may begin the answer",
     **dict.fromkeys(("content", "text"), "'prompt'"),
     **dict.fromkeys(("functions", "function_call"), "'tools' and 'tool_choice'"),
 }
@@ -56,7 +62,8 @@ log = logging.getLogger("spec_runtime")
 
 class ApiError(HTTPException):
     """An error that the client sees as `{"error": {"message", "type", "param", "code"}}`, or in
-    Anthropic's form, see `body_of`."""
+    Anthropic's form, see `body_of`. An answer that was cut off has the texts so far as
+    `partial`."""
 
     def __init__(
         self,
@@ -70,7 +77,16 @@ class ApiError(HTTPException):
     ) -> None:
         super().__init__(status, brief(message, MAX_MESSAGE), headers)
         self.code = code
-        self.body = {"error": {"message": self.detail, "type": kind, "param": param, "code": code}}
+        said = {"message": self.detail, "type": kind, "param": param, "code": code}
+        self.body: dict[str, dict[str, Any]] = {"error": said}
+
+    def with_texts(self, texts: Mapping[int, str] | None) -> ApiError:
+        """Adds what there is so far of the choices that were not complete, if the client has not
+        got it as a stream."""
+        if texts:
+            partial = [{"index": index, "text": text} for index, text in sorted(texts.items())]
+            self.body["error"]["partial"] = partial
+        return self
 
 
 class ClientGone(Exception):
@@ -147,6 +163,8 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
     told: dict[str, Any] = {"type": ANTHROPICS.get(error.status_code, kind), "message": message}
     if error.code == NO_THREADS:
         told["details"] = {"error_code": error.code}
+    if partial := error.body["error"].get("partial"):
+        told["partial"] = partial
     return {"type": "error", "error": told}
 
 
@@ -211,7 +229,7 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"We could not parse the JSON body of your request: {why}.")
     name = _named(place)
-    instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+    instead = _instead(name)
     if kind == "extra_forbidden":  # the place ends with the unknown field, whatever its name is
         outer, field = _named(place[:-1]), brief(place[-1], 80)
         name = f"{outer}.{field}" if outer else field
@@ -229,6 +247,16 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     got = brief(repr(problem.get("input")), 80)
     message = f"Invalid '{name}': got {got}, {what[:1].lower() + what[1:]}{instead}."
     return ApiError(400, message, param=name, code="invalid_value")
+
+
+def _instead(name: str) -> str:
+    """Returns what an error adds about a field that is known from elsewhere, or misspelt."""
+    if name in INSTEAD:
+        return f"; use {INSTEAD[name]}"
+    if name in DEFAULTS:
+        return f"; here it is always {json.dumps(DEFAULTS[name])}"
+    meant = meant_by(name, declared(SamplingParams))
+    return f"; use '{meant}'" if meant else ""
 
 
 def _named(place: Sequence[Any]) -> str:

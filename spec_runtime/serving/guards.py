@@ -31,6 +31,7 @@ from spec_runtime.serving.errors import (
     response,
     stopped,
 )
+from spec_runtime.serving.ignored import HEADER
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.settings import Settings, plain_host
 from spec_runtime.serving.streams import is_event_stream, last_event
@@ -63,7 +64,7 @@ def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = 
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=("X-Request-Id", "Retry-After"),
+        expose_headers=("X-Request-Id", "Retry-After", HEADER),
     )
 
 

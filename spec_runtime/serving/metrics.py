@@ -6,9 +6,11 @@ With several worker processes, each writes its counts to files that prometheus_c
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -30,6 +32,8 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+        self._noted: WeakKeyDictionary[object, tuple[int, int, int]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"specsplit_{name}", about, labels, registry=registry)
@@ -46,6 +50,7 @@ class Metrics:
         self.waiting = gauge("waiting_requests", "Requests that wait for the engine.")
         self.running = gauge("running_requests", "Requests that the engine answers.")
         self.streams = gauge("open_streams", "Streams that are being sent.")
+        self.open_models = gauge("open_models", "Bundles that are open.")
         self._answers = counter("answers", "Answers by how they ended.", "finish_reason")
         self._tokens = counter("tokens", "Tokens by kind.", "kind")
         self._steps = counter("steps", "Verify passes of the target.")
@@ -56,6 +61,8 @@ class Metrics:
         self._first = histogram("first_token_seconds", "From request to first token.", LATENCIES)
         self._prefill = histogram("prefill_seconds", "Time to read the prompt.", LATENCIES)
         self._step = histogram("step_seconds", "From one step's text to the next's.", STEPS)
+        self._opened = counter("openings", "Bundles opened for a request, by model.", "model")
+        self._opening = counter("opening_seconds", "Time that it took, by model.", "model")
         self._lanes = counter("passes", "Passes of the target by lanes that shared them.", "lanes")
         self._nodes = counter("nodes", "Drafted nodes by lanes and what they got.", "lanes", "got")
         self._rows = histogram("pass_rows", "Rows of a pass, prompts' among them.", ROWS)
@@ -70,6 +77,19 @@ class Metrics:
             MultiProcessCollector(whole)
             return bytes(generate_latest(whole))
         return bytes(generate_latest(self._registry))
+
+    def note(self, owner: object, running: int, waiting: int, streams: int) -> None:
+        """Takes what one service answers now, from any thread; the gauges show the sums of all."""
+        with self._lock:
+            self._noted[owner] = (running, waiting, streams)
+            sums = map(sum, zip(*self._noted.values(), strict=True))
+            for gauge, total in zip((self.running, self.waiting, self.streams), sums, strict=True):
+                gauge.set(total)
+
+    def count_opening(self, model: str, seconds: float) -> None:
+        """Counts a bundle that was opened because a request asked for it."""
+        self._opened.labels(model).inc()
+        self._opening.labels(model).inc(seconds)
 
     def count_chunk(self, seconds: float, is_first: bool) -> None:
         """Counts a chunk that came `seconds` after the one before, or after the request."""

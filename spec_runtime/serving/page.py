@@ -44,6 +44,7 @@ class PageRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     drafter: Annotated[bool, Field(strict=True)] = True
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256

@@ -17,8 +17,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import resource_tracker
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,8 +28,14 @@ from uvicorn.supervisors import Multiprocess
 from spec_runtime import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.load import load
+from spec_runtime.serving.accepting import Worker
 from spec_runtime.serving.connections import LimitedConnection
 from spec_runtime.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from spec_runtime.serving.metrics import Metrics
+    from spec_runtime.serving.responses.store import ResponseStore
+    from spec_runtime.serving.service import Service
 
 FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
 HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
@@ -41,27 +48,68 @@ log = logging.getLogger("spec_runtime")
 
 @dataclass
 class ServedBundle:
-    """Opens a bundle and makes its app, in this process or, after pickling, in a worker.
+    """Names a bundle that is served: by which names, and what is known before it is open.
 
-    `arguments` are those of `spec_runtime.load`. `lanes` says, once it is open here, how many
-    answers are decoded together.
+    `arguments` are those of `spec_runtime.load`.
     """
 
+    name: str
     arguments: dict[str, Any]
+    max_length: int
+    drafters: list[str]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass
+class ServedBundles:
+    """Opens bundles and makes their app, in this process or, after pickling, in a worker.
+
+    One bundle is opened at once; of several each is when it is first asked for, at most `most_open`
+    at a time. `lanes` says, once one is open here, how many answers are decoded together.
+    """
+
+    bundles: list[ServedBundle]
     settings: Settings = field(repr=False)  # which has the API key
+    most_open: int | None = None
     lanes: str = field(default="", init=False)
 
     def open(self) -> ASGIApp:
-        from spec_runtime.serving.app import make_app  # here: it imports prometheus_client
+        # here: they import prometheus_client
+        from spec_runtime.serving.app import make_app_of
+        from spec_runtime.serving.metrics import Metrics
+        from spec_runtime.serving.models import Model, Models
+        from spec_runtime.serving.responses.store import ResponseStore
 
-        engine = load(**self.arguments)
+        metrics, kept = Metrics(), ResponseStore()
+        opens = [partial(self._open_one, each, metrics, kept) for each in self.bundles]
+        models = Models(
+            [
+                Model(each.name, open, each.max_length, each.drafters, each.aliases)
+                for each, open in zip(self.bundles, opens, strict=True)
+            ],
+            metrics,
+            kept,
+            self.most_open,
+            self.settings.timeout,
+        )
+        if len(opens) == 1:
+            models.add_open(opens[0]())
         set_up_logs()
+        return EndingApp(make_app_of(models, self.settings))
+
+    def _open_one(self, bundle: ServedBundle, metrics: Metrics, kept: ResponseStore) -> Service:
+        from spec_runtime.serving.service import Service
+
+        engine = load(**bundle.arguments)
         open_compiler(engine)
         parallel = self.settings.parallel or engine.most_parallel
         if parallel > 1:
             megabytes = engine.lane_bytes / 1e6
             self.lanes = f", {parallel} answers together of {megabytes:.0f} MB each"
-        return EndingApp(make_app(engine, replace(self.settings, parallel=parallel)))
+        settings = replace(
+            self.settings, name=bundle.name, aliases=bundle.aliases, parallel=parallel
+        )
+        return Service(engine, settings, metrics, kept)
 
     def __call__(self) -> ASGIApp:
         """Returns the app of a worker process; ends the process in one line if there is none."""
@@ -166,23 +214,23 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(bundle: ServedBundle, bound: socket.socket, ready: Callable[[], None]) -> None:
+def serve(bundles: ServedBundles, bound: socket.socket, ready: Callable[[], None]) -> None:
     """Serves in this process until it is told to stop; calls `ready` once it listens."""
-    server = uvicorn.Server(make_config(bundle.open(), bundle.settings.grace))
+    server = uvicorn.Server(make_config(bundles.open(), bundles.settings.grace))
     with _signals_handled(server.handle_exit):
         bound.listen(server.config.backlog)
         ready()
         server.run([bound])
 
 
-def serve_by_workers(bundle: ServedBundle, bound: socket.socket, workers: int) -> None:
+def serve_by_workers(bundles: ServedBundles, bound: socket.socket, workers: int) -> None:
     """Serves by several processes, and replaces one that dies. Raises UserError if they cannot
     start."""
     set_up_logs()
     with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_handled():
         os.environ[SHARED_FOLDER] = folder
         try:
-            config = make_config(bundle, bundle.settings.grace, factory=True, workers=workers)
+            config = make_config(bundles, bundles.settings.grace, factory=True, workers=workers)
             pool = Workers(config, [bound])
             pool.run()
         finally:
@@ -211,14 +259,19 @@ class Workers(Multiprocess):
     """Runs uvicorn's worker processes; adds what has to happen when one or all of them end."""
 
     def init_processes(self) -> None:
-        """Starts all. Blocks Ctrl-C in them until ServedBundle makes the app, because it would end
+        """Starts all. Blocks Ctrl-C in them until ServedBundles makes the app, because it would end
         their imports with tracebacks."""
         resource_tracker.ensure_running()  # which unblocks signals when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            super().init_processes()
+            self.processes = [self._begun() for _ in range(self.processes_num)]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _begun(self) -> Worker:
+        worker = Worker(self.config, self.sockets)
+        worker.start()
+        return worker
 
     def terminate_all(self) -> None:
         """Stops all; closes the socket first, so that nobody waits in its queue in vain."""
@@ -234,19 +287,27 @@ class Workers(Multiprocess):
         """
         for process in self.processes:
             process.child_conn.close()
-        before = list(self.processes)
-        super().keep_subprocess_alive()
-        for process in before:
-            if process not in self.processes:
-                from prometheus_client.multiprocess import mark_process_dead
+        for number, process in enumerate(self.processes):
+            if self.should_exit.is_set() or process.is_alive(HEALTH_SECONDS):
+                continue
+            process.kill()  # one that hangs
+            process.join()
+            if process.exitcode == FAILED:  # others in its place would fail as well
+                self.should_exit.set()
+            elif not self.should_exit.is_set():
+                self._replace(number)
 
-                mark_process_dead(process.pid)
-                log.warning(
-                    "worker process %d has ended with exit code %d, and its answers with it; "
-                    "another one takes its place",
-                    process.pid,
-                    process.exitcode,
-                )
+    def _replace(self, number: int) -> None:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        dead, self.processes[number] = self.processes[number], self._begun()
+        mark_process_dead(dead.pid)
+        log.warning(
+            "worker process %d has ended with exit code %d, and its answers with it; "
+            "another one takes its place",
+            dead.pid,
+            dead.exitcode,
+        )
 
 
 @contextmanager

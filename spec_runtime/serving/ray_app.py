@@ -41,6 +41,7 @@ from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
 from spec_runtime.serving.guards import guarded
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics
+from spec_runtime.serving.models import models_of
 from spec_runtime.serving.processes import open_compiler, set_up_logs
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of
 from spec_runtime.serving.service import Service
@@ -157,7 +158,7 @@ class EngineReplica:
         open_compiler(engine)
         self._metrics = CarriedMetrics()
         self._service = Service(engine, settings, self._metrics)
-        self._app = make_unguarded_app(self._service)
+        self._app = make_unguarded_app(models_of(self._service))
 
     async def answer(self, scope: Scope, body: bytes) -> Messages:
         """Yields the messages of an answer, see relay.answers_of; none at first, which says that

@@ -23,6 +23,7 @@ from pydantic import (
 from spec_runtime.errors import UserError
 from spec_runtime.options import declared, members_of
 from spec_runtime.sampling import SamplingOptions, SamplingParams
+from spec_runtime.serving.ignored import Tolerant
 
 if TYPE_CHECKING:
     from spec_runtime.text.chat_template import ChatTemplate
@@ -116,10 +117,8 @@ class StreamOptions(BaseModel):
     include_obfuscation: Flag | None = None  # ignored: there is nothing to hide on loopback
 
 
-class _Request(BaseModel):
+class _Request(Tolerant):
     """Holds what both kinds of request say; their sampling is added by `sampled`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     n: Annotated[Whole, Ge(1)] | None = None
@@ -128,6 +127,7 @@ class _Request(BaseModel):
     min_tokens: Annotated[Whole, Ge(0)] | None = None
     response_format: dict[str, Any] | None = None
     cache_prompt: Flag | None = None
+    drafter: str | None = None  # of the bundle, or a built-in one
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

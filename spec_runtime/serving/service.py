@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
 from spec_runtime.constraints.tools import format_of_choice
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.lanes.answering import (
     Answering,
     Observe,
@@ -56,12 +55,18 @@ class Service:
     leaves the engine to others and counts among the open streams only.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        metrics: Metrics | None = None,
+        kept: ResponseStore | None = None,
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.metrics = metrics or Metrics()
-        self.started = int(time.time())
-        self.kept = ResponseStore()
+        self.kept = ResponseStore() if kept is None else kept
+        self._drafting: dict[tuple[Engine, str], Engine] = {}  # by lane and drafter, see _with
         parallel = settings.parallel or engine.most_parallel
         self.batch = Batch(engine, parallel, settings.max_gap)
         self.batch.on_pass = self.metrics.count_pass
@@ -83,6 +88,7 @@ class Service:
     async def close(self) -> None:
         """Ends all requests, and closes the engine."""
         await self.queue.close()
+        self._drafting.clear()  # closing them would close the tokenizer again
         await asyncio.to_thread(self.engine.close)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -123,7 +129,6 @@ class Service:
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
         """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
         chat = body.as_chat()
-        self.require_model(chat.model)
 
         def encode() -> list[int]:
             template_kwargs = chat.template_kwargs(self.engine.tokenizer.template, body.thinks)
@@ -179,7 +184,7 @@ class Service:
         `make_reply` gets what says how answers are read, once there are some. `field` is the
         request's that holds the messages. `thinks` says whether the model is to think, None leaves
         that to the request's further fields."""
-        self._check(body.model, body.num_choices)
+        self._require_few(body.num_choices)
         messages = [message.plain() for message in body.messages]
         codec, tools = self.engine.tokenizer, body.usable_tools
         family = "" if codec.template is None else codec.template.tool_family
@@ -202,7 +207,8 @@ class Service:
             return self._calls(prompt, SamplingParams(**options), body)
 
         reply = make_reply(lambda: forms[0])
-        return await self._answer(request, prepare, reply, bool(body.stream))
+        observe = self._with(body.drafter)
+        return await self._answer(request, prepare, reply, bool(body.stream), observe=observe)
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
@@ -211,7 +217,7 @@ class Service:
         # `prepare` fills these, and the engine the lists of scores
         echoes: list[Echo] | None = [] if body.echo else None
         scores: dict[Call, list[TokenLogprob]] = {}
-        self._check(body.model, body.num_choices * len(prompts))
+        self._require_few(body.num_choices * len(prompts))
 
         def prepare() -> list[Call]:
             params = SamplingParams(**body.options(room))
@@ -227,10 +233,14 @@ class Service:
                 calls += choices
             return calls
 
+        make_engine = self._with(body.drafter)
+
         def observe(lane: Engine) -> Answering:
-            answering: Answering = lane
-            if body.scores_prompts and body.logprobs is not None:
-                engine = undrafted(lane) if body.most_tokens(room) < 2 else lane
+            is_scored = body.scores_prompts
+            is_short = is_scored and body.most_tokens(room) < 2
+            engine = undrafted(lane) if is_short else make_engine(lane)
+            answering: Answering = engine
+            if is_scored and body.logprobs is not None:
                 answering = ScoringEngine(engine, body.logprobs, scores)
             return answering if body.most_tokens(room) else ReadingEngine(answering)
 
@@ -345,17 +355,33 @@ class Service:
         reuse = not is_scored and body.cache_prompt is not False
         return [self.engine.make_call(prompt, params=choice, reuse=reuse) for choice in choices]
 
-    def _check(self, model: str | None, num_choices: int) -> None:
-        self.require_model(model)
+    def _require_few(self, num_choices: int) -> None:
         if num_choices > self.settings.max_choices:
             message = f"This server gives at most {self.settings.max_choices} answers a request."
             raise ApiError(400, message, param="n", code="invalid_value")
 
-    def require_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that this server does not have."""
-        if name is not None and name != self.settings.name:
-            message = f"The model `{name}` does not exist; this server has `{self.settings.name}`."
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def _with(self, drafter: str | None) -> Callable[[Engine], Engine]:
+        """Returns what makes of a lane's engine the one that answers with this drafter, None for
+        the service's own. Raises UnknownDrafterError for one that the bundle has not.
+
+        A drafter is opened on a lane when it is first asked for there, for which others wait.
+        """
+        known = [*dict.fromkeys([*self.engine.drafters, "none"])]
+        if drafter in (None, self.engine.drafter.partition("+")[0]):
+            return lambda lane: lane
+        if drafter not in known:
+            raise UnknownDrafterError(drafter, known)
+        if drafter == "none":
+            return undrafted
+
+        def open_on(lane: Engine) -> Engine:
+            if (lane, drafter) not in self._drafting:
+                # observed: it keeps no conversations besides the lane's
+                opened = lane.with_drafter(drafter).observed(lambda proposer: proposer)
+                self._drafting[lane, drafter] = opened
+            return self._drafting[lane, drafter]
+
+        return open_on
 
     def _texts(self, body: ChatRequest | CompletionRequest) -> TokenTexts:
         """Returns what writes the tokens of the answers. After a prompt's tokens they are all
@@ -372,10 +398,9 @@ class Service:
         return self.engine.tokenizer.eos
 
     def _note_counts(self) -> None:
-        admission, metrics = self.admission, self.metrics
-        metrics.running.set(min(self.batch.parallel, admission.num_requests))
-        metrics.waiting.set(admission.num_waiting)
-        metrics.streams.set(admission.num_streams)
+        admission = self.admission
+        running = min(self.batch.parallel, admission.num_requests)
+        self.metrics.note(self, running, admission.num_waiting, admission.num_streams)
 
 
 def _not_before(ending: list[int], length: int) -> LogitsProcessor:

@@ -49,7 +49,6 @@ class DetokenizeRequest(BaseModel):
 
 async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
     """Answers /tokenize, also for prompts longer than the context."""
-    service.require_model(body.model)
     codec = service.engine.tokenizer
 
     def encode() -> list[int]:
@@ -73,7 +72,6 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
 
 async def detokenize(service: Service, body: DetokenizeRequest, request: Request) -> Response:
     """Answers /detokenize: the text with the names of control tokens, as /tokenize reads it."""
-    service.require_model(body.model)
     most = service.engine.target.vocab_size - 1
     if body.tokens and max(body.tokens) > most:
         message = f"got token id {max(body.tokens)}, expected 0 to {most}"

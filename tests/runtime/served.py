@@ -17,6 +17,7 @@ for module in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 from gates import PATIENCE, GatedRuns, wait_until  # noqa: E402
+from starlette.types import ASGIApp  # noqa: E402
 from toy_backend import CHATML, ByteTokenizer  # noqa: E402
 from toy_engine import make_engine  # noqa: E402
 
@@ -82,11 +83,16 @@ def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
 
 @contextmanager
 def served(engine: Engine | None = None, **settings: Any) -> Iterator[Served]:
-    """Serves an engine, a toy if none is given, while the block runs; the stop is a graceful
-    one."""
+    """Serves an engine, a toy if none is given, while the block runs."""
+    with running(make_app(engine or toy_engine(), Settings("toy", **settings))) as server:
+        yield server
+
+
+@contextmanager
+def running(app: ASGIApp) -> Iterator[Served]:
+    """Serves an app while the block runs; the stop is a graceful one."""
     with bind("127.0.0.1", 0) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-        app = make_app(engine or toy_engine(), Settings("toy", **settings))
         server = uvicorn.Server(make_config(app, grace=PATIENCE))
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

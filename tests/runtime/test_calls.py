@@ -390,7 +390,10 @@ def test_params_are_taken_as_they_are() -> None:
         ({"system": 3}, ValueError, "got system 3, expected"),
         ({"system": ["be brief"]}, ValueError, "got system .*, expected"),
         ({"logit_bias": {258: 1.0}}, ValueError, "got logit_bias for token 258, expected 0 to 257"),
-        ({"temprature": 1.0}, TypeError, "temprature"),
+        ({"temprature": 1.0}, TypeError, "got unknown option 'temprature', expected temperature"),
+        ({"max_tokens": 4}, TypeError, "got unknown option 'max_tokens', expected max_new_tokens"),
+        ({"system_prompt": "x"}, TypeError, "'system_prompt', expected system"),
+        ({"colour": 1}, TypeError, "'colour', expected one of max_new_tokens, temperature"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(

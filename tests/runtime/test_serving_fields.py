@@ -146,6 +146,31 @@ def test_features_that_are_off_may_be_null(client: Any) -> None:
         post(client, path, **body, max_tokens=1, **dict.fromkeys(names))
 
 
+FOREIGN = {"use_beam_search": False, "cache_salt": "x", "typical_p": 1.0, "guided_json": None}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
+def test_fields_of_other_servers_that_change_nothing_are_named_in_a_header(
+    client: Any, path: str
+) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 3, "temperature": 0}
+    if path == COMPLETIONS:
+        body = BODY
+    if path == "/v1/responses":
+        body = {"input": "hello", "max_output_tokens": 3}
+    plain = client.post(path, json=body)
+    assert plain.status_code == 200, plain.text
+    assert "X-Specsplit-Ignored" not in plain.headers
+    is_stream = path == CHAT
+    reply = client.post(path, json={**body, **FOREIGN, "stream": is_stream})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["X-Specsplit-Ignored"] == ", ".join(FOREIGN)
+    for name in ("use_beam_search", "typical_p"):  # other values would change the answer
+        reply = client.post(path, json={**body, **FOREIGN, name: 0.5})
+        assert reply.status_code == 400
+        assert name in reply.text
+
+
 # ---- other sites' scripts ----
 
 

@@ -170,6 +170,23 @@ def test_a_timeout_is_504_or_a_streams_last_event() -> None:
         wait_until(lambda: client.post(COMPLETIONS, json=BODY).status_code == 200)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {**BODY, "n": 2}), ("/v1/messages", {"messages": HELLO})]
+)
+def test_a_timeout_keeps_the_text_so_far(path: str, body: dict[str, Any]) -> None:
+    body = {"max_tokens": 30, "temperature": 0, **body}
+    with served() as server, server.client() as client:
+        whole = client.post(path, json=body).json()
+    text = whole["choices"][0]["text"] if "choices" in whole else whole["content"][0]["text"]
+    with held(num_runs=2, timeout=0.4) as (_, client, _):
+        reply = client.post(path, json=body)
+        assert reply.status_code == 504
+        (part,) = reply.json()["error"]["partial"]
+        assert part["index"] == 0
+        assert 0 < len(part["text"]) < len(text)
+        assert text.startswith(part["text"])
+
+
 @in_loop
 async def test_a_request_ends_when_its_timeout_is_over() -> None:
     class Noting(Metrics):

@@ -17,6 +17,7 @@ from spec_runtime import QueueFull
 from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.guards import Guards
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics
+from spec_runtime.serving.models import models_of
 from spec_runtime.serving.relay import Relay, ReplicaDied, answers_of
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings
@@ -37,7 +38,7 @@ class Replicas:
     def __init__(self, *first: str | int) -> None:
         self.metrics = CarriedMetrics()
         service = Service(toy_engine(), Settings("toy"), self.metrics)
-        self._app = make_unguarded_app(service)
+        self._app = make_unguarded_app(models_of(service))
         self._first = list(first)
         self.num_asked = self.num_left = self.num_messages = 0
 

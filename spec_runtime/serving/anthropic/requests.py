@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 from spec_runtime.serving.errors import NO_THREADS
+from spec_runtime.serving.ignored import Tolerant
 from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole
 
 Object = dict[str, Any]
@@ -104,10 +105,8 @@ class OutputConfig(BaseModel):
     format: Object | None = None
 
 
-class CountRequest(BaseModel):
+class CountRequest(Tolerant):
     """Holds the body of a request to /v1/messages/count_tokens."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -214,6 +213,7 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[Number, Ge(0), Le(1)] | None = None
     top_p: Annotated[Number, Ge(0), Le(1)] | None = None
     top_k: Annotated[Whole, Ge(0)] | None = None
+    drafter: str | None = None  # an extension, as in OpenAI's form
 
     # Taken as null only.
     container: None = None
@@ -232,6 +232,7 @@ class MessagesRequest(CountRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k or None,  # 0 is off
+            "drafter": self.drafter,
         }
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
+from spec_runtime.serving.ignored import Tolerant
 from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole
 
 Object = dict[str, Any]
@@ -44,10 +45,8 @@ class TextConfig(BaseModel):
     verbosity: str | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Tolerant):
     """Holds the body of a request to /v1/responses."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     input: str | list[Object]
@@ -66,6 +65,7 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: Flag | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    drafter: str | None = None  # an extension, as in chats
 
     # Taken where they ask for nothing more.
     background: Literal[False] | None = None
@@ -126,6 +126,7 @@ class ResponsesRequest(BaseModel):
             tools=None if self.tools is None else [_as_function(tool) for tool in self.tools],
             tool_choice=_as_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
+            drafter=self.drafter,
             response_format=None if format is None else _response_format(format),
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
