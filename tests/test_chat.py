@@ -14,6 +14,7 @@ from screen import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, Screen, screen
 from small import CONTEXT, Run, toy_engine
 
 from spec_runtime import Engine
+from spec_runtime.cli import chat as chat_command
 from spec_runtime.cli import line_input, messages
 from spec_runtime.errors import UserError
 
@@ -302,6 +303,17 @@ def test_text_that_begins_with_a_slash_is_text(say: Say, monkeypatch: pytest.Mon
     monkeypatch.setattr(Engine, "chunks", chunks)
     say("/usr/bin/env", "//reset", "/ a", "/Reset")
     assert seen == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
+
+
+def test_notes_on_a_narrow_terminal_break_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    chat_command._note("/help  list these commands", indent=7)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    chat_command._note("/help  list these commands", indent=7)
+    whole, broken = "/help  list these commands\n", "/help  list these\n       commands\n"
+    assert capsys.readouterr().err == whole + broken
 
 
 def test_no_history_where_it_cannot_be_kept(

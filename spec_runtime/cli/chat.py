@@ -1,8 +1,10 @@
 """Implements spec-runtime chat: a conversation whose turns reuse the KV of those before."""
 
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -60,12 +62,12 @@ def command(
     source = line_input.open_input([f"/{name}" for name in chat.commands], history)
     chat.help = source.help
     if source.is_interactive:
-        name = visible(bundles.read(bundle, verify=False).manifest.name)
-        print(
+        name = bundles.read(bundle, verify=False).manifest.name
+        _note(
             f"{name} in {engine.target.precision}, drafter {engine.drafter}, context of "
-            f"{engine.target.max_length:,} tokens\n"
-            "/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."
+            f"{engine.target.max_length:,} tokens"
         )
+        _note("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
     while _turn(chat, source):
         pass
 
@@ -218,13 +220,13 @@ class Chat:
         if not is_cut:
             used = result.stats.prompt_tokens + len(result.token_ids)
             left = self.session.engine.target.max_length - used
-            print(f"{options.summary_line(result)}; context left: {left:,}", file=sys.stderr)
+            _note(f"{options.summary_line(result)}; context left: {left:,}")
 
     # ---- commands ----
 
     def _help(self, argument: str) -> None:
         for name, each in self.commands.items():
-            _note(f"{f'/{name} {each.argument}':16} {each.what}")
+            _note(f"{f'/{name} {each.argument}':16} {each.what}", indent=17)
         _note(f"{self.help} Ctrl-C clears the line or stops the answer, Ctrl-D leaves.")
 
     def _retry(self, argument: str) -> None:
@@ -341,9 +343,14 @@ def _path(argument: str) -> Path:
     return path
 
 
-def _note(text: str) -> None:
-    """Prints a line that is not an answer."""
-    print(visible(text), file=sys.stderr, flush=True)
+def _note(text: str, indent: int = 0) -> None:
+    """Prints a line that is not an answer. A terminal gets it broken between words, from the second
+    line on with an indent."""
+    text = visible(text)
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, columns, subsequent_indent=" " * min(indent, columns // 2))
+    print(text, file=sys.stderr, flush=True)
 
 
 def _text(message: Mapping[str, Any]) -> str:
