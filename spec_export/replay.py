@@ -100,7 +100,8 @@ def make_scripts(text: Sequence[int], max_length: int) -> list[Script]:
 
 
 class TransformersModel:
-    """Runs the transformers model on one plain sequence at a time.
+    """Runs the transformers model on one plain sequence at a time, and keeps what it found: scripts
+    have beginnings and whole trees in common.
 
     taps: ids of layers whose inputs count as features too. fusions: what drafters make of such
     states counts as well, by the graph's names of it.
@@ -114,19 +115,19 @@ class TransformersModel:
     ) -> None:
         self.model = hf_model
         self.taps, self.fusions = tuple(taps), dict(fusions or {})
+        self._rows: dict[tuple[int, ...], np.ndarray] = {}  # f32[F] after each sequence
 
     def expect(self, script: Script) -> list[np.ndarray]:
         """Returns each step's f32[N, F] like Verified.features: final hidden states, taps, then
         fusions."""
         steps = list(script.sequences())
         ordered = sorted({sequence for step in steps for sequence in step})
-        rows: dict[tuple[int, ...], np.ndarray] = {}
         # Sorted, a sequence that begins others comes right before one of them.
         for sequence, after in zip(ordered, [*ordered[1:], ()], strict=True):
-            if after[: len(sequence)] != sequence:
+            if sequence not in self._rows and after[: len(sequence)] != sequence:
                 hidden_TF = self._hidden(sequence)
-                rows |= {sequence[: t + 1]: row for t, row in enumerate(hidden_TF)}
-        return [np.stack([rows[sequence] for sequence in step]) for step in steps]
+                self._rows |= {sequence[: t + 1]: row for t, row in enumerate(hidden_TF)}
+        return [np.stack([self._rows[sequence] for sequence in step]) for step in steps]
 
     def _hidden(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns f32[T, F], the features at every token."""

@@ -19,7 +19,9 @@ from spec_runtime.costs import first_use
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
+    from fake_ort_cuda import Device
     from small import Measure, Run
+    from toy_backend import ToyTarget
     from workshop import FluentWorkshop, Workshop
 
     from spec_runtime import Engine
@@ -34,19 +36,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares tests the search for garbage among imported modules, and a table at each export.
+    """Spares tests the search for garbage among imported modules, and tables at each export.
 
-    PyTorch reads its table of ONNX functions at each export, which takes a fifth of the time of
-    exporting a tiny model.
+    At each export PyTorch reads its table of ONNX functions, collects its operators, and writes
+    down for each node of the graph where in Python it was called. That takes a third of the time
+    of exporting a tiny model.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     if "torch" in sys.modules:
+        import traceback
+
+        from torch.export import decomp_utils, exported_program
         from torch.onnx._internal.exporter._registration import ONNXRegistry
+        from torch.utils._traceback import CapturedTraceback
 
         once = functools.cache(ONNXRegistry.from_torchlib)
         ONNXRegistry.from_torchlib = staticmethod(once)  # type: ignore[method-assign]
+        operators = functools.cache(exported_program._collect_all_valid_cia_ops)
+        exported_program._collect_all_valid_cia_ops = operators
+        decomp_utils._collect_all_valid_cia_ops = operators
+        CapturedTraceback.summary = lambda _: traceback.StackSummary()  # type: ignore[method-assign]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -117,6 +128,21 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
     monkeypatch.setattr(spec_runtime, "load", load)
     return loaded
+
+
+@pytest.fixture
+def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
+    """Returns the targets opened so far; every graph opened is a toy."""
+    from toy_bundle import patch_graphs
+
+    return patch_graphs(monkeypatch)
+
+
+@pytest.fixture
+def profile_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the folder of profiles in a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "specsplit" / "profiles"
 
 
 @pytest.fixture
@@ -222,3 +248,29 @@ def standin() -> StandIn:
         return StandIn.build()
     except UnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Replaces ONNX Runtime and CUDA's Python bindings."""
+    import fake_ort_cuda  # imported here because it needs ONNX
+
+    device = fake_ort_cuda.install(monkeypatch)
+    yield device
+    gc.collect()
+    assert not device.blocks, "device memory is left"
+    assert not device.runtime.host, "pinned memory is left"
+    assert not device.runtime.is_busy
+
+
+@pytest.fixture
+def fake_rival(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Returns the script of a worker that opens engines by the test file's OPEN_ENGINE."""
+    from tools.measure.rivals import field
+
+    file = tmp_path / "fake_worker.py"
+    file.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(field.WORKERS)!r})\nimport protocol\n"
+        f"{request.module.OPEN_ENGINE}\nprotocol.serve(open_engine)\n"
+    )
+    return file

@@ -26,7 +26,7 @@ from spec_runtime.backends import GraphRun
 from spec_runtime.backends.joint_runs import JointRuns
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.lanes.answering import ScoringEngine
-from spec_runtime.lanes.batch import Batch
+from spec_runtime.lanes.batch import Batch, Pass
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.sampling import TokenLogprob, token_logprob
@@ -138,7 +138,8 @@ def test_calls_of_all_kinds_join_and_leave_at_any_time(folder: Path) -> None:
             event.set()
             options["cancel"] = event
         calls.append(engine.prepare(prompt, **options))
-    batch = Batch(engine, NUM_LANES)
+    batch, passes = Batch(engine, NUM_LANES), list[Pass]()
+    batch.on_pass = passes.append
     results: dict[int, Any] = {}
     texts = [""] * len(calls)
     for number, chunk in batch.answer(calls):
@@ -153,7 +154,7 @@ def test_calls_of_all_kinds_join_and_leave_at_any_time(folder: Path) -> None:
         else:
             assert result.token_ids == expected[i].token_ids, i
             assert result.finish_reason == expected[i].finish_reason
-    assert batch.num_rows > 2 * batch.num_passes  # they did share passes
+    assert sum(each.rows for each in passes) > 2 * len(passes)  # they did share passes
 
 
 def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
@@ -163,7 +164,8 @@ def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
     calls = [engine.prepare(prompt, **options) for prompt in MANY]
     expected = [engine.generate(prompt, **options).token_ids for prompt in MANY]
     scores: dict[Call, list[TokenLogprob]] = {call: [] for call in calls}
-    batch, waiting = Batch(engine, NUM_LANES), list(enumerate(calls))
+    batch, waiting, passes = Batch(engine, NUM_LANES), list(enumerate(calls)), list[Pass]()
+    batch.on_pass = passes.append
     tokens: list[list[int]] = [[] for _ in calls]
     while waiting or batch.num_active:
         while waiting and (lane := batch.lane_for(waiting[0][1])) is not None:
@@ -175,7 +177,7 @@ def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
             assert not isinstance(chunk, Exception), chunk
             tokens[number] += chunk.token_ids
     assert tokens == expected
-    assert batch.num_rows > 2 * batch.num_passes  # they did share passes
+    assert sum(each.rows for each in passes) > 2 * len(passes)  # they did share passes
     for call in calls[::2]:
         with engine.target.alone():
             verified = engine.target.verify(TokenTree.chain(call.prompt))

@@ -5,8 +5,7 @@ ONNX Runtime's calls go to tests/fake_ort_cuda.py, which computes on the CPU.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,6 @@ ASKED: dict[str, list[Asked]] = {
     "draws": [Asked(TREE), Asked(TREE, Wants(top=True))],
     "a chunk": [Asked(TREE, Wants(features=("features",))), Asked(WIDE, LOGITS, True)],
 }
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
-    """Replaces ONNX Runtime and CUDA's Python bindings."""
-    device = fake.install(monkeypatch)
-    yield device
-    gc.collect()
-    assert not device.blocks, "device memory is left"
-    assert not device.runtime.is_busy
 
 
 @pytest.fixture(scope="module")

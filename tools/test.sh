@@ -8,11 +8,13 @@ extras=cpu,export,dev,docs,tensorboard,grammar,serve,hub,chat,ray
 if [ "$(uname -sm)" = "Linux x86_64" ]; then extras+=,tensorrt-rtx; fi
 make_venv "$extras"
 
-.venv/bin/ruff format --check .
-.venv/bin/ruff check .
+# once, also where Python may write no bytecode: tests start hundreds of processes that import it
+.venv/bin/python -m compileall -q spec_export spec_runtime tools
 # types are checked beside the rest, and judged at the end
 .venv/bin/mypy &
 mypy=$!
+.venv/bin/ruff format --check .
+.venv/bin/ruff check .
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 # a process a core, each with one thread; a file's tests stay together, for the bundles they share,
 # and files in the order of tests/conftest.py

@@ -23,7 +23,16 @@ PY
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
   done
   echo "installing specsplit[$extras] into .venv (minutes, the first time)" >&2
-  .venv/bin/python -m pip install -q --disable-pip-version-check "torch==2.13.0" -c constraints.txt
-  .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+  # PyTorch is compiled while pip installs the rest, and that by all cores: pip would use one
+  local pip=(.venv/bin/python -m pip install -q --no-compile --disable-pip-version-check)
+  "${pip[@]}" "torch==2.13.0" -c constraints.txt
+  compile_packages 1 &
+  "${pip[@]}" -c constraints.txt -e ".[$extras]"
+  wait $!
+  compile_packages 0
   echo "$wanted" > ".venv/specsplit-$extras.stamp"
 }
+
+# Compiles what is installed in .venv with so many processes, 0 for one a core. A package may have
+# files for another Python: nothing is said of them, as by pip.
+compile_packages() { .venv/bin/python -m compileall -qq -j "$1" .venv/lib || true; }

@@ -71,7 +71,6 @@ class Batch:
         self._cycle_begun = 0.0
         self.on_pass: Callable[[Pass], None] = lambda ran: None
         self.has_gone_on = False
-        self.num_passes = self.num_rows = 0
 
     @property
     def parallel(self) -> int:
@@ -256,8 +255,6 @@ class Batch:
             of_trees = float(self._budget.line(len(lanes)).seconds(rows - prompt_rows))
             row_seconds = max(1e-5, (seconds - of_trees) / prompt_rows)
             self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
-        self.num_passes += 1
-        self.num_rows += rows
         granted = rows - prompt_rows - num_decoding
         self.on_pass(Pass(len(lanes), rows, granted, drafted, prompt_rows, seconds))
 

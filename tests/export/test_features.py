@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import torch
 from said import Said
 from tiny_target import save_llama
-from tiny_training import largest_file, stop_in
+from tiny_training import largest_file, stop_in, train_in_processes
 
 from spec_export import target
 from spec_export.training import checkpoint, features, tap_codes
@@ -206,7 +203,7 @@ def test_two_processes_cannot_write_one_feature_cache(
 
 # One of two processes takes longer for its features than the group waits for anybody.
 SLOW_FEATURES = """
-import datetime, os, sys, time
+import datetime, time
 import accelerate
 from spec_export.training import features, run
 made, forward = run.Accelerator, features._forward
@@ -216,22 +213,12 @@ def slow(*arguments):
     time.sleep(6)
     return forward(*arguments)
 features._forward = slow
-from pathlib import Path
-run.run(Path(sys.argv[1]), ["train.max_steps=1"], Path(sys.argv[2]))
 """
 
 
 def test_other_processes_wait_for_the_features_however_long(recipe: Path, tmp_path: Path) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW_FEATURES)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(script), str(recipe), str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = ["train", str(recipe), "--set", "train.max_steps=1", "--out", str(tmp_path / "run")]
+    train_in_processes([(2, {}, str(tmp_path / "log"), words)], SLOW_FEATURES)
     assert (tmp_path / "run" / "drafter").is_dir()
 
 

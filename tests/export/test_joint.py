@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from safetensors.torch import load_file
 from said import Said
 from tiny_gguf import write_gguf
 from tiny_target import save_llama
+from tiny_training import train_in_processes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -355,32 +353,6 @@ def test_the_two_rates_are_their_own(
     )
 
 
-# Trains each of some runs in as many processes as it asks for, with what `accelerate launch` would
-# tell them. They are forks, which need not import PyTorch again.
-FORKED = """
-import json, os, socket, sys
-import matplotlib.figure
-from spec_export.cli import main
-from spec_export.training import joint, run
-for num_processes, environment, log, words in json.loads(sys.argv[1]):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    children = []
-    for rank in range(num_processes):
-        if not (child := os.fork()):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-            of_rank = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_processes}"}
-            os.environ |= environment | of_rank
-            sys.argv[1:] = words
-            main()
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_twice_the_batches(path: Path, tmp_path: Path) -> None:
     """With the target whole in both, or spread over them."""
@@ -390,11 +362,9 @@ def test_two_processes_train_as_one_with_twice_the_batches(path: Path, tmp_path:
         options += ["train.batch_tokens=150", "joint.backbone_loss=distill", "train.ema=0.9"]
         words = ["train", str(path.with_stem("skip_layer")), "--out", str(tmp_path / name)]
         words += [word for option in options for word in ("--set", option)]
-        environment = {"ACCELERATE_USE_CPU": "true"}
-        environment |= {"ACCELERATE_USE_FSDP": "true"} if name != "two" else {}
+        environment = {"ACCELERATE_USE_FSDP": "true"} if name != "two" else {}
         runs.append((processes, environment, str(tmp_path / f"{name}.log"), words))
-    command = [sys.executable, "-c", FORKED, json.dumps(runs)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    train_in_processes(runs)
     curves, said = {}, {}
     for name in ("one", "two", "sharded"):
         log = (tmp_path / f"{name}.log").read_text()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 import torch
 from tiny_backbone import longrope
 from tiny_target import save_llama
-from tiny_training import curve, stored
+from tiny_training import curve, stored, train_in_processes
 
 from spec_export import target
 from spec_export.bundling import drafters as bundling
@@ -65,13 +62,7 @@ def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_pat
         else:
             sets = [word for option in options for word in ("--set", option)]
             words = ["train", str(recipe), "--out", str(out), "--cache", str(cache), *sets]
-            launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "spec_export"]
-            subprocess.run(
-                [sys.executable, "-m", *launch, *words],
-                check=True,
-                capture_output=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-            )
+            train_in_processes([(2, {}, str(tmp_path / "log"), words)])
         losses[processes] = [float(row["loss"]) for row in curve(out) if row["loss"]]
     assert len(losses[1]) >= 3
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import resource
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,41 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FORKED = """
+import json, os, pathlib, socket, sys
+import matplotlib.figure
+from spec_export.cli import main
+from spec_export.training import joint, run
+for num_processes, environment, log, words in json.loads(sys.argv[1]):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    environment["ACCELERATE_USE_CPU"] = "true"
+    children = []
+    for rank in range(num_processes):
+        if not (child := os.fork()):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            of_rank = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_processes}"}
+            os.environ |= environment | of_rank
+            sys.argv[1:] = words
+            main()
+        children.append(child)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(pathlib.Path(log).read_text()[-3000:])
+"""
+
+
+def train_in_processes(
+    runs: Sequence[tuple[int, dict[str, str], str, list[str]]], patches: str = ""
+) -> None:
+    """Trains each of some runs in as many processes as it asks for, with what `accelerate launch`
+    would tell them. They are forks, which need not import PyTorch again.
+
+    runs: of each its number of processes, more of their environment, the file of what they say on
+    stderr, and the words of `spec-export`. patches: Python that is run before.
+    """
+    command = [sys.executable, "-c", patches + FORKED, json.dumps(runs)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

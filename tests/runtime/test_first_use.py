@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from toy_backend import ToyTarget
-from toy_bundle import patch_graphs, write_bundle
-from tuning import COSTS, opened_anew, use_cache
+from toy_bundle import write_bundle
+from tuning import COSTS, opened_anew
 
 from spec_runtime import profile
 from spec_runtime.bundle import manifest as bundles
@@ -21,25 +21,14 @@ from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
-pytestmark = pytest.mark.first_use
+pytestmark = [pytest.mark.first_use, pytest.mark.usefixtures("toy_graphs")]
 
 FAR = replace(COSTS, context=200, far=PassCosts(1400, ((1, 19.0), (4, 33.0)), 20.0))
 
 
-@pytest.fixture(autouse=True)
-def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
-    """Returns the targets opened so far; every graph opened is a toy."""
-    return patch_graphs(monkeypatch)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return use_cache(tmp_path, monkeypatch)
-
-
 @pytest.mark.parametrize("drafter", ["parallelspec", "prompt_lookup", "lookahead"])
 def test_a_bundle_is_measured_once(
-    cache: Path,
+    profile_cache: Path,
     tmp_path: Path,
     toy_graphs: list[ToyTarget],
     drafter: str,
@@ -48,11 +37,11 @@ def test_a_bundle_is_measured_once(
     folder = write_bundle(tmp_path, ("parallelspec",))
     own = opened_anew(toy_graphs, folder, drafter=drafter, threads=1, profile=False)
     expected = own.generate("hello", max_new_tokens=30).token_ids
-    assert not [*cache.glob("*.json")]
+    assert not [*profile_cache.glob("*.json")]
     first = opened_anew(toy_graphs, folder, drafter=drafter, threads=1)
     (message,) = caplog.messages
     assert f"what drafts with {drafter} cost on this machine" in message
-    (file,) = cache.glob("*.json")
+    (file,) = profile_cache.glob("*.json")
     key = profile.key_of(bundles.read(folder, verify=False), drafter, 1)
     found = profile.find(key)
     assert found is not None
@@ -81,13 +70,13 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
 
 
 def test_plain_decoding_needs_no_costs(
-    cache: Path, tmp_path: Path, toy_graphs: list[ToyTarget]
+    profile_cache: Path, tmp_path: Path, toy_graphs: list[ToyTarget]
 ) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",))
     assert isinstance(
         opened_anew(toy_graphs, folder, drafter="none", threads=1).proposer, PlainProposer
     )
-    assert not cache.exists()
+    assert not profile_cache.exists()
 
 
 def test_costs_are_those_of_the_context() -> None:

@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from toy_backend import FEATURE_WIDTH, ToyTarget
-from toy_bundle import SCRATCH, patch_graphs, write_bundle
+from toy_bundle import SCRATCH, write_bundle
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundle
 from spec_runtime.trees.budget import Budget, Grown, Static
 
-
-@pytest.fixture(autouse=True)
-def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
-    """Returns the targets opened so far; every graph opened is a toy."""
-    return patch_graphs(monkeypatch)
+pytestmark = pytest.mark.usefixtures("toy_graphs")
 
 
 def test_the_default_drafter_is_the_first_else_prompt_lookup(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ Bundles built for CUDA really run on the CPU.
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,17 +60,6 @@ SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_
 def folders(workshop: Workshop) -> dict[str, Path]:
     """Returns a bundle for CUDA in each precision."""
     return {precision: workshop.cuda_bundle(precision) for precision in BUILDS}
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
-    """Replaces ONNX Runtime and CUDA's Python bindings."""
-    device = fake.install(monkeypatch)
-    yield device
-    gc.collect()
-    assert not device.blocks, "device memory is left"
-    assert not device.runtime.host, "pinned memory is left"
-    assert not device.runtime.is_busy
 
 
 def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.Engine:

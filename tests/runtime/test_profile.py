@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from toy_backend import ToyTarget
-from toy_bundle import patch_graphs, write_bundle
-from tuning import COSTS, KEY, opened_anew, use_cache
+from toy_bundle import write_bundle
+from tuning import COSTS, KEY, opened_anew
 
 from spec_runtime import machine, profile
 from spec_runtime.bundle import manifest as bundle
@@ -19,16 +19,7 @@ from spec_runtime.proposers.adaptive import DraftPauser
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.trees.budget import Budget, Grown, Static
 
-
-@pytest.fixture(autouse=True)
-def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
-    """Returns the targets opened so far; every graph opened is a toy."""
-    return patch_graphs(monkeypatch)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return use_cache(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("toy_graphs")
 
 
 def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
@@ -43,10 +34,10 @@ def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
 PAYING = Budget(4, growth=Grown(0.01, (1.0, 2.0, 3.0, 4.0), 0.5, ((0.5, 0.4),)))
 
 
-def test_a_profile_is_found_by_its_key_alone(cache: Path) -> None:
+def test_a_profile_is_found_by_its_key_alone(profile_cache: Path) -> None:
     stored = some_profile(PAYING)
     path = profile.write(stored)
-    assert list(cache.iterdir()) == [path]
+    assert list(profile_cache.iterdir()) == [path]
     assert profile.find(KEY) == stored
     assert profile.write(some_profile(None)) == path
     assert profile.find(KEY) == some_profile(None)
@@ -58,7 +49,7 @@ def test_a_profile_is_found_by_its_key_alone(cache: Path) -> None:
 STATIC = Budget(5, max_depth=3, growth=Static(((0,), (0, 0))))
 
 
-def test_a_static_tree_is_kept_and_an_older_file_is_read(cache: Path) -> None:
+def test_a_static_tree_is_kept_and_an_older_file_is_read(profile_cache: Path) -> None:
     """Files of older versions have two keys that no budget ever filled, and one by another name."""
     for budget in (STATIC, PAYING):
         path = profile.write(some_profile(budget))
@@ -102,7 +93,7 @@ def test_a_static_tree_is_kept_and_an_older_file_is_read(cache: Path) -> None:
     ],
 )
 def test_a_damaged_profile_is_a_warning(
-    cache: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[str], str]
+    profile_cache: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[str], str]
 ) -> None:
     path = profile.write(some_profile(PAYING))
     text = path.read_text()
@@ -124,7 +115,7 @@ def test_the_processor_has_a_name(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_opened_as_the_profile_says(
-    cache: Path,
+    profile_cache: Path,
     tmp_path: Path,
     toy_graphs: list[ToyTarget],
 ) -> None:

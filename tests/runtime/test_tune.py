@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from toy_backend import ToyTarget
-from toy_bundle import patch_graphs, write_bundle
+from toy_bundle import write_bundle
 from toy_engine import make_engine, random_prompt
-from tuning import ACCURACY, KEY, convex, opened_anew, stepped, use_cache
+from tuning import ACCURACY, KEY, convex, opened_anew, stepped
 
 from spec_runtime import cli, profile
 from spec_runtime.bundle import manifest as bundle
@@ -34,16 +34,7 @@ from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget, Grown
 
-
-@pytest.fixture(autouse=True)
-def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
-    """Returns the targets opened so far; every graph opened is a toy."""
-    return patch_graphs(monkeypatch)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return use_cache(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("toy_graphs")
 
 
 @pytest.fixture
@@ -163,7 +154,9 @@ def test_grown_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
     assert predicted > 1.05 * (dynamic["alone"].accepted_length or 0)
 
 
-def test_what_sampled_texts_are_worth_is_measured_and_kept(clock: Clock, cache: Path) -> None:
+def test_what_sampled_texts_are_worth_is_measured_and_kept(
+    clock: Clock, profile_cache: Path
+) -> None:
     """Draws at temperature 1 leave the drafter's first guess more often than greedy decoding."""
     engine = timed_engine(clock, convex)
     found = tune.tune(engine, PROMPTS, KEY, max_new_tokens=32, quick=True).profile
@@ -236,7 +229,7 @@ def command(*arguments: object) -> int:
 
 
 def test_the_command_end_to_end(
-    cache: Path,
+    profile_cache: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     toy_graphs: list[ToyTarget],
@@ -254,7 +247,7 @@ def test_the_command_end_to_end(
     tables = captured.out.partition("Chosen: ")[0]
     assert max(map(len, tables.splitlines())) <= 80
     assert "…" not in tables, "nothing is cut off"
-    (path,) = cache.iterdir()
+    (path,) = profile_cache.iterdir()
     assert str(path) in captured.out
     written = json.loads(out.read_text())["profile"]
     assert written == json.loads(path.read_text())
@@ -279,7 +272,7 @@ def test_the_command_end_to_end(
 
 
 def test_what_cannot_be_tuned_is_one_line(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "b").mkdir()
     folder = write_bundle(tmp_path / "b", ("parallelspec",))
@@ -295,11 +288,11 @@ def test_what_cannot_be_tuned_is_one_line(
     prompts.write_text('{"prompt": "a"}\n')
     assert command("--bundle", folder, "--drafter", "none", "--prompts", prompts) == 2
     assert "got drafter none, expected one" in capsys.readouterr().err
-    assert not cache.exists()
+    assert not profile_cache.exists()
 
 
 def test_a_full_cache_loses_no_result(
-    cache: Path,
+    profile_cache: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

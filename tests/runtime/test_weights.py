@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,6 @@ def write_graph(path: Path, *weights: tuple[Any, ...]) -> Path:
     if not (path.parent / "weights.bin").exists():
         (path.parent / "weights.bin").write_bytes(CONTENT.tobytes())
     return path
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
-    device = fake.install(monkeypatch)
-    yield device
-    gc.collect()
-    assert not device.blocks, "device memory is left"
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""What tests of tuning share: costs, the times of verify, and a cache folder of their own."""
+"""What tests of tuning share: costs, the times of verify, and bundles opened anew."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 from toy_backend import ToyTarget
 
 import spec_runtime
@@ -28,12 +27,6 @@ def convex(n: int) -> float:
 
 def stepped(n: int) -> float:
     return 10.0 + 4 * (-(-n // 8) - 1)
-
-
-def use_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder of profiles in a cache under `tmp_path`."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "specsplit" / "profiles"
 
 
 def opened_anew(graphs: list[ToyTarget], folder: Path, **options: Any) -> Engine:

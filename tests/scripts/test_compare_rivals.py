@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from workshop import Workshop
 
 # Counts on from the prompt's last id, and fails in the way that its settings name.
-FAKE = f"""
-import os, sys
-sys.path.insert(0, {str(field.WORKERS)!r})
-import protocol
-
+OPEN_ENGINE = """
 def open_engine(settings):
     print("a library greets")
     if settings["model"] == "missing":
@@ -50,23 +46,14 @@ def open_engine(settings):
         return watch.reply(tokens)
 
     return "0.1", generate
-
-protocol.serve(open_engine)
 """
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Path:
-    file = tmp_path / "fake_worker.py"
-    file.write_text(FAKE)
-    return file
-
-
-@pytest.fixture
-def opened(fake: Path, tmp_path: Path) -> Iterator[dict[str, Worker]]:
+def opened(fake_rival: Path, tmp_path: Path) -> Iterator[dict[str, Worker]]:
     """Two sound workers and one that dies of the second prompt."""
     workers = {
-        name: Worker([sys.executable, str(fake)], settings(model), tmp_path / f"{name}.log")
+        name: Worker([sys.executable, str(fake_rival)], settings(model), tmp_path / f"{name}.log")
         for name, model in (("one", "good"), ("two", "good"), ("bad", "dies"))
     }
     yield workers
@@ -93,11 +80,11 @@ def test_a_worker_answers_in_lines(opened: dict[str, Worker]) -> None:
 
 
 def test_a_worker_that_fails_says_why(
-    opened: dict[str, Worker], fake: Path, tmp_path: Path
+    opened: dict[str, Worker], fake_rival: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     for command, model, message in (
-        ([sys.executable, str(fake)], "missing", "FileNotFoundError: no model of that name"),
+        ([sys.executable, str(fake_rival)], "missing", "FileNotFoundError: no model of that name"),
         ([str(tmp_path / "nobody")], "good", "cannot be run"),
         ([sys.executable, "-c", "print('ready')"], "good", "got the line b'ready'"),
     ):
@@ -322,7 +309,7 @@ def test_versions_are_pinned() -> None:
 
 def test_the_command_measures_ours_and_names_who_fails(
     workshop: Workshop,
-    fake: Path,
+    fake_rival: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -340,8 +327,8 @@ def test_the_command_measures_ours_and_names_who_fails(
     monkeypatch.setattr(Environment, "program", lambda environment, work: Path(sys.executable))
     form = {"fp32": Form("others", lambda files: Path("good"))}
     rivals = (
-        Rival("there", "There", there, str(fake), ("plain",), form),
-        Rival("gone", "Gone", replace(there, name="nowhere"), str(fake), ("plain",), form),
+        Rival("there", "There", there, str(fake_rival), ("plain",), form),
+        Rival("gone", "Gone", replace(there, name="nowhere"), str(fake_rival), ("plain",), form),
     )
     monkeypatch.setattr(compare_rivals, "RIVALS", rivals)
     monkeypatch.setattr(field, "OUR_MODES", {"plain": ("none", None), "drafter": (None, True)})

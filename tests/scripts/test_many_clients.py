@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from workshop import Workshop
 
 # Counts on from each prompt's last id, in parts of one token and then of two, client by client.
-FAKE = f"""
-import sys
-sys.path.insert(0, {str(field.WORKERS)!r})
-import protocol
-
+OPEN_ENGINE = """
 def open_engine(settings):
     def answer(prompts, clients, max_new_tokens):
         load = protocol.Load(prompts)
@@ -44,16 +40,7 @@ def open_engine(settings):
         return load.reply()
 
     return "0.1", answer
-
-protocol.serve(open_engine)
 """
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Path:
-    file = tmp_path / "fake_worker.py"
-    file.write_text(FAKE)
-    return file
 
 
 # ---- loads ----
@@ -69,7 +56,7 @@ def a_crowd(rounds: int = 2) -> crowd.Crowd:
 
 
 def test_every_load_is_answered_once_whose_turn_is_first_rotates(
-    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_rival: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(race, "REST_SECONDS", 0.0)
     loads = a_crowd()
@@ -77,7 +64,7 @@ def test_every_load_is_answered_once_whose_turn_is_first_rotates(
     assert loads.prompts(short, 3) == ["p", "q"] * 3
     assert loads.prompts(short, 1) == ["p", "q", "p"], "at least three"
     assert loads.prompts(long, 2) == ["r"] * 3
-    command = [sys.executable, str(fake)]
+    command = [sys.executable, str(fake_rival)]
     workers = {name: Worker(command, {"threads": 1}, tmp_path / name) for name in ("one", "two")}
     journal = race.Journal(tmp_path / "rows", {})
     try:
@@ -189,7 +176,7 @@ def test_speeds_gaps_and_agreement_by_hand() -> None:
 
 def test_the_command_measures_ours_and_names_who_fails(
     workshop: Workshop,
-    fake: Path,
+    fake_rival: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -205,8 +192,8 @@ def test_the_command_measures_ours_and_names_who_fails(
     monkeypatch.setattr(Environment, "program", lambda environment, work: Path(sys.executable))
     form = {"fp32": Form("others", lambda files: Path("good"))}
     rivals = [
-        Rival("openvino", "There", there, str(fake), (PLAIN,), form),
-        Rival("llama.cpp", "Gone", replace(there, name="nowhere"), str(fake), (PLAIN,), form),
+        Rival("openvino", "There", there, str(fake_rival), (PLAIN,), form),
+        Rival("llama.cpp", "Gone", replace(there, name="nowhere"), str(fake_rival), (PLAIN,), form),
     ]
     monkeypatch.setattr(crowd, "rivals", lambda precision: rivals)
     monkeypatch.setattr(crowd, "REST_SECONDS", 0.0)

@@ -498,6 +498,30 @@ def chosen_bundle(folder: Path | None, is_toy: bool) -> Iterator[Path]:
     yield folder
 
 
+def report(
+    out: Path | None,
+    figures: dict[str, Any],
+    findings: Findings,
+    samples: list[Sample],
+    manifest: Any,
+) -> int:
+    """Prints and writes figures and findings of a soak; returns 1 if something failed, else 0."""
+    size = sizes(samples)
+    failures = [*findings.failures, *size.pop("failures")]
+    figures |= {
+        "by_kind": dict(sorted(findings.requests.items())),
+        "outcomes": dict(sorted(findings.outcomes.items())),
+        "tokens": findings.tokens,
+        **size,
+        "failed": len(failures),
+        "failures": failures,
+    }
+    for name, found in figures.items():
+        print(f"{name:9} {found}")
+    write(out, figures, manifest=manifest, note=NOTE)
+    return 1 if failures else 0
+
+
 def main(words: list[str] | None = None) -> int:
     parser = command_line(__doc__, "--bundle", "--json")
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -508,24 +532,9 @@ def main(words: list[str] | None = None) -> int:
     with chosen_bundle(args.bundle, args.toy) as folder:
         manifest = manifest_of(folder)
         findings, samples = soak(folder, 60 * args.minutes, args.seed, args.workers)
-    size = sizes(samples)
-    failures = [*findings.failures, *size.pop("failures")]
-    figures = {
-        "seed": args.seed,
-        "minutes": args.minutes,
-        "workers": args.workers,
-        "requests": sum(findings.requests.values()),
-        "by_kind": dict(sorted(findings.requests.items())),
-        "outcomes": dict(sorted(findings.outcomes.items())),
-        "tokens": findings.tokens,
-        **size,
-        "failed": len(failures),
-        "failures": failures,
-    }
-    for name, found in figures.items():
-        print(f"{name:9} {found}")
-    write(args.json, figures, manifest=manifest, note=NOTE)
-    return 1 if failures else 0
+    settings = {"seed": args.seed, "minutes": args.minutes, "workers": args.workers}
+    figures = settings | {"requests": sum(findings.requests.values())}
+    return report(args.json, figures, findings, samples, manifest)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from spec_runtime.measure.audit import first_difference
 from spec_runtime.requests.result import GenerationResult
 from spec_runtime.sessions.async_engine import AsyncEngine
 from tools.ci.soak import (
-    NOTE,
     TEXTS,
     Findings,
     Reference,
@@ -45,10 +44,10 @@ from tools.ci.soak import (
     chosen_bundle,
     options,
     pool,
+    report,
     sample,
-    sizes,
 )
-from tools.figures import command_line, manifest_of, run, write
+from tools.figures import command_line, manifest_of, run
 from tools.measure.rivals.crowd import quantile
 
 REQUESTS = 120  # different ones, each answered once alone
@@ -287,8 +286,6 @@ def main(words: list[str] | None = None) -> int:
         found, samples, ties = soak(
             folder, args.parallel, seconds, args.answers, args.seed, args.clients
         )
-    size = sizes(samples)
-    failures = [*found.findings.failures, *size.pop("failures")]
     figures = {
         "seed": args.seed,
         "parallel": args.parallel,
@@ -298,22 +295,13 @@ def main(words: list[str] | None = None) -> int:
         "answers": found.num_answers,
         "differ": len(found.parted) - len(ties),
         "near_ties": ties,
-        "by_kind": dict(sorted(found.findings.requests.items())),
-        "outcomes": dict(sorted(found.findings.outcomes.items())),
-        "tokens": found.findings.tokens,
         "gap_ms": {
             "median": quantile(found.gaps, 50),
             "p99": quantile(found.gaps, 99),
             "longest": quantile(found.gaps, 100),
         },
-        **size,
-        "failed": len(failures),
-        "failures": failures,
     }
-    for name, each in figures.items():
-        print(f"{name:9} {each}")
-    write(args.json, figures, manifest=manifest, note=NOTE)
-    return 1 if failures else 0
+    return report(args.json, figures, found.findings, samples, manifest)
 
 
 if __name__ == "__main__":
