@@ -1,4 +1,5 @@
-"""Reads `response_format`: OpenAI's mapping, and two kinds of our own, as a `Grammar`."""
+"""Reads `response_format`: OpenAI's mapping, our own kinds, a bare JSON schema or a class that has
+one, as a `Grammar`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
-# The further keys of each type; the last three types are our own.
+# The further keys of each type; the last four types are our own.
 _KNOWN: dict[str, tuple[str, ...]] = {
     "text": (),
     "json_object": (),
@@ -18,7 +19,13 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "regex": ("regex",),
     "ebnf": ("grammar",),
     "tagged_json": ("begin", "schema", "end"),
+    "any_of": ("formats",),
 }
+# What a bare JSON schema is known by.
+_JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_JSON_KEYWORDS = frozenset(
+    ("properties", "items", "prefixItems", "anyOf", "oneOf", "allOf", "enum", "const", "$ref")
+)
 # What OpenAI's "json_schema" holds; only `schema` changes what is allowed.
 _SCHEMA_KEYS = ("name", "schema", "description", "strict")
 _ANY_OBJECT = json.dumps({"type": "object"})
@@ -30,13 +37,15 @@ class Grammar:
     context-free grammar (Lark's or GBNF's notation).
 
     JSON may stand between two fixed texts, `begin` and `end`, in which the names of a tokenizer's
-    special tokens stand for these tokens.
+    special tokens stand for these tokens. A grammar of kind any_of is one of its `choices`, which
+    are no context-free ones.
     """
 
-    kind: Literal["json_schema", "regex", "ebnf"]
+    kind: Literal["json_schema", "regex", "ebnf", "any_of"]
     text: str
     begin: str = ""
     end: str = ""
+    choices: tuple[Grammar, ...] = ()
 
 
 def format_error(message: str) -> UserError:
@@ -48,15 +57,19 @@ def read_format(response_format: Any) -> Grammar | None:
     """Returns the grammar that a `response_format` asks for, None for free text.
 
     Raises UserError, in one line, for what has not the form of one. Whether the grammar itself is
-    valid shows when it is compiled.
+    valid shows when it is compiled. A class, of pydantic or a dataclass, stands for its schema.
 
     Example: {"type": "regex", "regex": "[0-9]+"} is Grammar("regex", "[0-9]+").
     """
     if response_format is None:
         return None
+    if isinstance(response_format, type):
+        return Grammar("json_schema", schema_text(_schema_of(response_format)))
     if not isinstance(response_format, Mapping):
         raise format_error(f"got response_format {_shown(response_format)}, expected a mapping")
     kind = response_format.get("type")
+    if _is_schema(response_format):
+        return Grammar("json_schema", schema_text(response_format))
     if not isinstance(kind, str) or kind not in _KNOWN:
         raise format_error(
             f"got response_format of type {_shown(kind)}, expected one of {', '.join(_KNOWN)}"
@@ -70,10 +83,52 @@ def read_format(response_format: Any) -> Grammar | None:
         return Grammar("json_schema", _schema(response_format.get("json_schema")))
     if kind == "tagged_json":
         return _tagged(response_format)
+    if kind == "any_of":
+        return _any_of(response_format.get("formats"))
     value = response_format.get(_KNOWN[kind][0])
     if not isinstance(value, str):
         raise format_error(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
     return Grammar("regex" if kind == "regex" else "ebnf", value)
+
+
+def _is_schema(response_format: Mapping[Any, Any]) -> bool:
+    """Returns whether a mapping is a JSON schema itself."""
+    kind = response_format.get("type")
+    if isinstance(kind, str):
+        return kind in _JSON_TYPES
+    return isinstance(kind, list) or not _JSON_KEYWORDS.isdisjoint(response_format)
+
+
+def _schema_of(kind: type) -> Any:
+    """Returns the JSON schema of what a class holds."""
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    try:
+        return TypeAdapter(kind).json_schema()
+    except PydanticUserError as error:
+        raise format_error(
+            f"got class {kind.__name__} as response_format ({brief(error, 80)}), expected one with "
+            "a JSON schema, such as a pydantic model or a dataclass"
+        ) from None
+
+
+def _any_of(formats: Any) -> Grammar:
+    """Returns the grammar of a text that fits one of these formats."""
+    if not isinstance(formats, list | tuple) or not formats:
+        raise format_error(f"got formats {_shown(formats)}, expected a list of at least one")
+    found = []
+    for each in formats:
+        kind = each.get("type") if isinstance(each, Mapping) else None
+        grammar = None if kind in ("ebnf", "any_of") else read_format(each)
+        if grammar is None:
+            raise format_error(
+                f"got response_format of type {_shown(kind)} as one of several, or beside tools; "
+                "expected JSON or a regex there"
+            )
+        found.append(grammar)
+    text = " | ".join(each.text for each in found)
+    return Grammar("any_of", text, choices=tuple(found))
 
 
 def _schema(entry: Any) -> str:

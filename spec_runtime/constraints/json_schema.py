@@ -30,11 +30,19 @@ _FOLLOWED = (  # keywords whose schemas an answer may have to fit
     *("items", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems"),
     *("properties", "patternProperties"),
 )
+# Keywords whose schemas are of the object that others beside them describe, and those that may be
+# the only one; keywords that say which further properties an object has; all that describe one.
+_SHARING = frozenset(("allOf", "not", "if", "then", "else", "dependentSchemas"))
+_JOINING = _SHARING | {"anyOf", "oneOf", "$ref"}
+_SAYING = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+_COMBINED = _JOINING | _SAYING | {"properties", "required"}
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema as llguidance reads it.
 
+    - Objects hold nothing but the properties that they name, unless additionalProperties or
+      patternProperties say otherwise, or their schema is one part of several.
     - Bounds of numbers beyond ±`MOST`, such as those of 64-bit integers, are narrowed to that, and
       bounds that are no doubles to the next one inside.
     - `propertyNames` becomes `properties` or `patternProperties`, where it is names, one pattern or
@@ -46,6 +54,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         rewritten: dict[str, Any] = _rewritten(schema, schema)
+        _close(rewritten)
         if endless := _endless(rewritten):
             raise ValueError(f"every value of {max(endless)} holds another one, without an end")
     except RecursionError:
@@ -121,6 +130,44 @@ def _narrowed(key: str, bound: Any) -> Any:
     if sign * inside > MOST:
         raise ValueError(f"{key} {bound} leaves no number of less than 10^18")
     return int(inside)
+
+
+# ---- objects ----
+
+
+def _close(root: dict[str, Any]) -> None:
+    """Adds "additionalProperties": false to the schemas that name properties, so that a model makes
+    up no others. What is one part of several schemas, as below "allOf", stays open: other parts may
+    name further properties of the same object."""
+    found: dict[int, dict[str, Any]] = {}
+    parts, waiting, seen = set[int](), [(root, False)], set[tuple[int, bool]]()
+    while waiting:
+        schema, is_part = waiting.pop()
+        if isinstance(schema, list):
+            waiting += [(each, is_part) for each in schema]
+        if not isinstance(schema, dict) or (id(schema), is_part) in seen:
+            continue
+        seen.add((id(schema), is_part))
+        found[id(schema)] = schema
+        if is_part or not _JOINING.isdisjoint(schema):
+            parts.add(id(schema))
+        for key, each in schema.items():
+            if key in _VALUES:
+                continue
+            is_one = key in _JOINING and (is_part or len(_COMBINED & schema.keys()) > 1)
+            is_one = is_one or (key in _SHARING and not (key == "allOf" and len(each) == 1))
+            if key == "$ref" and isinstance(each, str):
+                waiting.append((_target(each, root), is_one))
+            inner = each.values() if key in _NAMED and isinstance(each, dict) else [each]
+            waiting += [(one, is_one) for one in inner]
+    for number, schema in found.items():
+        names, required = schema.get("properties"), schema.get("required", [])
+        if number in parts or not _SAYING.isdisjoint(schema):
+            continue
+        if not isinstance(names, dict) or not isinstance(required, list):
+            continue
+        if all(isinstance(name, str) and name in names for name in required):
+            schema["additionalProperties"] = False
 
 
 # ---- propertyNames ----

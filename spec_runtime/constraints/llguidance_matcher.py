@@ -27,6 +27,7 @@ from spec_runtime.waiting.interruption import Interrupted, Interruption
 # and small models fall into endless runs of it. A schema's own "x-guidance" goes before these.
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _WORD_BITS = 32
+_SLASH = re.compile(r"\\.|/", re.DOTALL)  # one that Lark's notation would take for the end
 
 
 class GrammarCompiler:
@@ -115,14 +116,22 @@ class GrammarCompiler:
         if grammar.kind == "ebnf":
             lark, schemas = _with_prepared_schemas(self._tokens.numbered(grammar.text))
             return str(self._library.grammar_from("ebnf", lark)), schemas
-        schema = json_schema.prepared(json.loads(grammar.text))
-        if not grammar.begin and not grammar.end:
+        if grammar.kind == "json_schema" and not grammar.begin and not grammar.end:
+            schema = json_schema.prepared(json.loads(grammar.text))
             compiled = library.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_STYLE)
             return str(compiled), [schema]
-        begin, end = map(self._tokens.quoted, (grammar.begin, grammar.end))
-        styled = json.dumps({"x-guidance": _JSON_STYLE, **schema})
-        lark = f"start: {begin} json {end}\njson: %json {styled}"
-        return str(library.grammar_from_lark(lark)), [schema]
+        choices, schemas = grammar.choices or (grammar,), list[Any]()
+        lines = [f"start: {' | '.join(f'form{number}' for number in range(len(choices)))}"]
+        for number, each in enumerate(choices):
+            if each.kind == "regex":
+                lines.append(f"form{number}: /(?:{_SLASH.sub(_escaped, each.text)})/")
+                continue
+            schemas.append(json_schema.prepared(json.loads(each.text)))
+            begin, end = map(self._tokens.quoted, (each.begin, each.end))
+            lines.append(f"form{number}: {begin} json{number} {end}")
+            styled = json.dumps({"x-guidance": _JSON_STYLE, **schemas[-1]})
+            lines.append(f"json{number}: %json {styled}")
+        return str(library.grammar_from_lark("\n".join(lines))), schemas
 
     def _leaves_names(self, schema: Any) -> bool:
         """Returns whether the patterns of names in a schema, which is valid, leave any."""
@@ -133,6 +142,10 @@ class GrammarCompiler:
             if not matcher.is_error() and matcher.try_consume_tokens(list(b'{"')) != 2:
                 return False
         return True
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return r"\/" if found[0] == "/" else found[0]
 
 
 def _with_prepared_schemas(lark: str) -> tuple[str, list[Any]]:
@@ -149,7 +162,9 @@ def _with_prepared_schemas(lark: str) -> tuple[str, list[Any]]:
 
 
 def _invalid(grammar: Grammar, why: object, expected: str = "valid") -> UserError:
-    what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar"}[grammar.kind]
+    what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar", "any_of": "formats"}[
+        grammar.kind
+    ]
     reason = brief(why, 200)
     return format_error(
         f"got {what} {brief(grammar.text, 60)}: {reason}; expected a {expected} one"

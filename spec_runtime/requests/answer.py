@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.thinking_matcher import ThinkingMatcher, ThinkingTokens
 from spec_runtime.constraints.tools import ToolCall
-from spec_runtime.requests.call_reader import CallReader, Part
+from spec_runtime.requests.call_reader import CallReader, Part, joined
 from spec_runtime.text.messages import Tools
 from spec_runtime.text.thinking import Tags, ThinkingReader
 from spec_runtime.text.tokenizer import Codec
@@ -42,20 +41,17 @@ class AnswerForm:
     tools: Tools | None = None
     at_most: int | None = None  # calls of an answer; further ones are dropped
 
-    def reader(self) -> AnswerReader:
-        """Returns what reads one answer as it comes."""
-        return AnswerReader(self)
+    def reader(self, streams: bool = True) -> AnswerReader:
+        """Returns what reads one answer as it comes; unless it `streams`, a call comes out once it
+        is whole, see CallReader."""
+        return AnswerReader(self, streams)
 
     def read(self, text: str) -> Answer:
         """Returns the parts of a whole answer."""
-        reader = self.reader()
+        reader = self.reader(streams=False)
         parts = [*reader.push(text), *reader.finish()]
-        texts = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in _SAID}
-        calls = []
-        for name, arguments in pairwise(parts):
-            if name.kind == "call":
-                calls.append(ToolCall(name.text, arguments.text))
-        return Answer(texts["thinking"], texts["text"], calls)
+        thinking = "".join(part.text for part in parts if part.kind == "thinking")
+        return Answer(thinking, *joined(parts))
 
     def num_thinking_tokens(self, text: str, text_ends: Sequence[int]) -> int:
         """Returns how many tokens of an answer are its thinking, the tags among them; see
@@ -76,18 +72,22 @@ class AnswerForm:
         return ThinkingMatcher(matcher, self.tokens, eos, num_logits)
 
 
-_SAID = ("thinking", "text")
 GetForm = Callable[[], AnswerForm]  # of answers on their way
 
 
 class AnswerReader:
     """Reads one answer as it comes, see `AnswerForm`."""
 
-    def __init__(self, form: AnswerForm) -> None:
+    def __init__(self, form: AnswerForm, streams: bool = True) -> None:
         self._thinking = ThinkingReader(form.tags, form.is_begun)
         self._calls: CallReader | None = None
         if form.tools:
-            self._calls = CallReader(form.family, form.tools, form.at_most)
+            self._calls = CallReader(form.family, form.tools, form.at_most, streams)
+
+    @property
+    def is_cut(self) -> bool:
+        """Says whether the answer ends within the arguments of a call, or these are no JSON."""
+        return self._calls is not None and self._calls.is_cut
 
     def push(self, text: str) -> list[Part]:
         """Returns the parts that this text completes."""
@@ -97,7 +97,7 @@ class AnswerReader:
         """Returns what was held back."""
         parts = self._read("", is_end=True)
         if self._calls is not None:
-            parts += [part for part in self._calls.finish() if part.text]
+            parts += self._calls.finish()
         return parts
 
     def _read(self, text: str, is_end: bool) -> list[Part]:
@@ -131,7 +131,8 @@ def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> 
         return replace(form, is_begun=end.endswith(template.tags.opening))
     is_begun = _last(prompt, opening) > _last(prompt, closing)
     before = template.opening.rstrip()
-    if not is_begun and not (before and end.endswith(before)):
+    is_new = bool(before) and end.endswith(before) and prompt[-1] != closing
+    if not is_begun and not is_new:
         return form
     blanks = [codec.encode(blank, special_tokens=False) for blank in ("\n", "\n\n")]
     tokens = ThinkingTokens(

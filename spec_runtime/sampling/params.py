@@ -54,7 +54,7 @@ class SamplingOptions(TypedDict, total=False):
     typical_delta: float | None
     draw_widths: tuple[int, ...] | list[int] | None
     draw_with_replacement: bool
-    response_format: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | type | None
     logits_processor: LogitsProcessor | None
 
 
@@ -85,9 +85,10 @@ class SamplingParams(Checked):
 
     response_format keeps the answer inside a grammar, in OpenAI's form: {"type": "json_schema",
     "json_schema": {"name": …, "schema": {…}}}, {"type": "json_object"}, {"type": "text"} (free), or
-    {"type": "regex", "regex": …}, {"type": "ebnf", "grammar": …}. Tokens outside get p = 0. The
-    answer ends by EOS where the grammar is complete; max_new_tokens may cut it before. It needs the
-    extra `grammar`, see docs/guide/structured.md.
+    {"type": "regex", "regex": …}, {"type": "ebnf", "grammar": …}; or a JSON schema itself, or a
+    class that has one, such as pydantic's. Tokens outside get p = 0. The answer ends by EOS where
+    the grammar is complete; max_new_tokens may cut it before. It needs the extra `grammar`, see
+    docs/guide/structured.md.
 
     logits_processor(tokens, logits_V) returns the logits f32[V] to use in place of the target's. It
     is called for every row that is looked at, before all other processors: `tokens` are those of
@@ -159,7 +160,7 @@ class SamplingParams(Checked):
         Option("Of rejection: children drawn at each depth", unset="chains of 4", metavar="K,K,…"),
     ] = None
     draw_with_replacement: Annotated[bool, Option("Of rejection: siblings may be equal")] = False
-    response_format: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | type | None = None
     logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
-from spec_runtime.constraints.tools import format_of_choice
+from spec_runtime.constraints.tools import answer_or_call, format_of_choice
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.lanes.answering import (
     Answering,
@@ -115,6 +115,7 @@ class Service:
         before, previous = None, body.previous_response_id
         if previous is not None:
             before = self.kept.get(previous, "previous_response_id")
+        body = body.with_items(self.kept.item)
         chat = body.as_chat(() if before is None else before.items)
 
         def keep(response: dict[str, Any]) -> None:
@@ -204,6 +205,9 @@ class Service:
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
+            elif tools and not body.is_free:
+                either = answer_or_call(body.response_format, tools, family)
+                options["response_format"] = either
             return self._calls(prompt, SamplingParams(**options), body)
 
         reply = make_reply(lambda: forms[0])

@@ -143,7 +143,8 @@ class _ChatChoice:
 
     @property
     def has_calls(self) -> bool:
-        return self._num_calls > 0
+        """Says whether the choice holds calls, all of them whole."""
+        return self._num_calls > 0 and not self._reader.is_cut
 
     def deltas(self, chunk: Chunk) -> list[Object]:
         """Returns the deltas for a chunk."""

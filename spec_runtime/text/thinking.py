@@ -15,7 +15,7 @@ class Tags(NamedTuple):
     closing: str
 
 
-_KNOWN = (Tags("<think>", "</think>"),)
+_KNOWN = (Tags("<think>", "</think>"), Tags("<seed:think>", "</seed:think>"))
 
 
 def tags_of(chat_template: str) -> Tags | None:

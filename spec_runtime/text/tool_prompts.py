@@ -18,6 +18,8 @@ _INSTRUCTIONS = (
     "To call them, answer with the calls and nothing else, in this form:\n"
     '<tool_call>[{{"name": "a function", "arguments": {{"a parameter": "its value"}}}}]</tool_call>'
 )
+# Arguments that a template joins to a text as they are, as DeepSeek's do: `+ call['arguments'] +`.
+_JOINED = re.compile(r"\+\s*[\w.\[\]'\"]*arguments(?:['\"]\])?\s*(?:\+|-?}})")
 
 
 class ToolPrompter:
@@ -25,7 +27,8 @@ class ToolPrompter:
 
     Most templates with tools read a variable `tools`; Phi-4's reads them from the system message. A
     template that knows neither gets them as text in the system prompt, and the results of calls as
-    a user's messages. A template that knows no calls gets these in the assistant's text.
+    a user's messages. A template that knows no calls gets these in the assistant's text. Arguments
+    are objects, or JSON text for a template that joins them to its own.
 
     Example of a result: {"role": "tool", "content": "12 °C"} becomes a user's message
     "<tool_response>\\n12 °C\\n</tool_response>".
@@ -35,6 +38,7 @@ class ToolPrompter:
         self._reads_variable = re.search(r"(?<![\w.'\"])tools\b", source) is not None
         self._reads_message = re.search(r"message(\[['\"]|\.)tools\b", source) is not None
         self._reads_calls = "tool_calls" in source
+        self._joins_arguments = _JOINED.search(source) is not None
 
     def prepared(
         self, messages: Sequence[Message], tools: Any
@@ -42,6 +46,8 @@ class ToolPrompter:
         """Returns the messages and the variable `tools` to render; raises UserError for tools that
         are not in OpenAI's form."""
         write = _with_objects if self._reads_calls else _with_calls_as_text
+        if self._joins_arguments:
+            write = _with_texts
         prepared = [write(message) for message in messages]
         if not (self._reads_calls or self._reads_variable or self._reads_message):
             prepared = [_with_result_as_text(message) for message in prepared]
@@ -67,6 +73,22 @@ def _with_objects(message: Message) -> Message:
     if not isinstance(calls, list | tuple):
         return message
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_texts(message: Message) -> Message:
+    """Returns a message whose calls have their arguments as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _with_object(call: Any) -> Any:

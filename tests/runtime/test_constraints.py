@@ -9,11 +9,14 @@ import itertools
 import json
 import re
 import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pydantic
 import pytest
 from bpe_tokenizer import ADDED, BOS, EOS, FIRST_MERGED, MERGES, BpeTokenizer, definition
 from hypothesis import given, settings
@@ -485,6 +488,8 @@ NAMELESS: list[dict[str, Any]] = [
         {"properties": {"a": {}}, "patternProperties": {"^a$": {}, "^b": False}},
     )
 ]
+ONE_NAME: dict[str, Any] = {"type": "object", "properties": {"a": INTEGER}}
+LETTER_NAMED = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
 NODE_OR_NULL = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
 LETTERS = {"$ref": "#/$defs/letters"}
 
@@ -569,6 +574,34 @@ LETTERS = {"$ref": "#/$defs/letters"}
             ['{"const": "a"}', '{"format": "a"}'],
         ),
         ({"type": "integer", "multipleOf": 1000, "maximum": 10**15}, ["3000"], ["3001"]),
+        # Objects that name properties are closed, at every depth.
+        (
+            {"type": "array", "items": {"type": "object", "properties": {"a": INTEGER}}},
+            ['[{"a": 1}, {}]'],
+            ['[{"b": 1}]', '[{"a": 1, "b": 1}]'],
+        ),
+        ({**ONE_NAME, "additionalProperties": True}, ['{"a": 1, "b": 1}'], ['{"a": "b"}']),
+        ({**ONE_NAME, "additionalProperties": INTEGER}, ['{"b": 1}'], ['{"b": "c"}']),
+        ({"type": "object"}, ['{"b": 1}'], ["1"]),
+        ({**ONE_NAME, "required": ["b"]}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        (
+            {"$ref": "#/$defs/one", "$defs": {"one": ONE_NAME}},
+            ['{"a": 1}'],
+            ['{"b": 1}'],
+        ),
+        ({"anyOf": [ONE_NAME, INTEGER]}, ['{"a": 1}', "7"], ['{"b": 1}']),
+        ({"allOf": [ONE_NAME]}, ['{"a": 1}'], ['{"b": 1}']),
+        # But for those that are parts of one object.
+        (
+            {"allOf": [LETTER_NAMED, {"$ref": "#/$defs/one"}], "$defs": {"one": ONE_NAME}},
+            ['{"b": 2, "a": 1}'],
+            ['{"a": "b"}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": INTEGER}, "anyOf": [LETTER_NAMED, {}]},
+            ['{"a": 1, "b": 1}'],
+            ['{"a": "b"}'],
+        ),
     ],
 )
 def test_schemas_as_programs_write_them(schema: Any, fitting: list[str], others: list[str]) -> None:
@@ -579,6 +612,47 @@ def test_schemas_as_programs_write_them(schema: Any, fitting: list[str], others:
         num_read = read(follower, tokens)
         assert (num_read == len(tokens)) == (text in fitting), text
         follower.retreat(num_read)
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Named(pydantic.BaseModel):
+    points: list[Point] = pydantic.Field(max_length=1)
+    name: Literal["a", "b"] | None = None
+
+
+@pytest.mark.parametrize(
+    ("response_format", "fitting", "others"),
+    [
+        (Point, ['{"x": 1, "y": 2}', '{"x": 1}'], ['{"y": 1}', '{"x": 1, "z": 2}']),
+        (Named, ['{"points": [{"x": 1}], "name": null}'], ['{"points": [], "name": "c"}']),
+        (ONE_NAME, ['{"a": 1}'], ['{"b": 1}', "1"]),
+        ({"anyOf": [INTEGER, {"type": "null"}]}, ["null", "3"], ["true"]),
+        ({"type": ["integer", "boolean"]}, ["true", "3"], ["null"]),
+        (
+            {
+                "type": "any_of",
+                "formats": [as_regex("a/b|c\\/"), ONE_NAME, {"type": "json_object"}],
+            },
+            ["a/b", "c/", '{"a": 1}', '{"c": 1}'],
+            ["a", "[1]", "a/bc/"],
+        ),
+    ],
+)
+def test_classes_bare_schemas_and_several_formats(
+    response_format: Any, fitting: list[str], others: list[str]
+) -> None:
+    follower = matcher(read_format(response_format))
+    for text in (*fitting, *others):
+        tokens = [*TOKENIZER.encode(text, special_tokens=False), EOS]
+        num_read = read(follower, tokens)
+        assert (num_read == len(tokens)) == (text in fitting), text
+        follower.retreat(num_read)
+    assert SamplingParams(response_format=response_format).grammar is not None
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -617,6 +691,13 @@ def nested(depth: int) -> dict[str, Any]:
         (as_regex(r"[^\s\S]"), "no text fits it"),
         ({"type": "ebnf", "grammar": "start: nothing"}, "got grammar start: nothing: .*unknown"),
         ({"type": "ebnf", "grammar": "root ::= ("}, r"got grammar root ::= \("),
+        ({"type": "any_of"}, "got formats None, expected a list of at least one"),
+        ({"type": "any_of", "formats": [{"type": "text"}]}, "of type 'text' as one of several"),
+        (
+            {"type": "any_of", "formats": [{"type": "ebnf", "grammar": "root ::= 'a'"}]},
+            "of type 'ebnf' as one of several, or beside tools; expected JSON or a regex there",
+        ),
+        (threading.Thread, "got class Thread as response_format .*, such as a pydantic model"),
     ],
 )
 def test_a_wrong_format_is_one_line(response_format: Any, message: str) -> None:

@@ -43,7 +43,7 @@ def message_of(events: list[Any]) -> Any:
         "message_stop",
     )
     message = start["message"]
-    is_open = False
+    is_open, written = False, ""
     for event in blocks:
         assert event["index"] == len(message["content"]) - (event["type"] != "content_block_start")
         assert is_open == (event["type"] != "content_block_start")
@@ -54,7 +54,9 @@ def message_of(events: list[Any]) -> Any:
             message["content"][-1]["text"] += event["delta"]["text"]
         elif is_open:
             assert message["content"][-1]["input"] == {}
-            message["content"][-1]["input"] = json.loads(event["delta"]["partial_json"])
+            written += event["delta"]["partial_json"]
+        elif message["content"][-1]["type"] == "tool_use":
+            message["content"][-1]["input"], written = json.loads(written), ""
     assert not is_open
     return {**message, **delta["delta"], "usage": {**message["usage"], **delta["usage"]}}
 
@@ -220,7 +222,7 @@ CALLS = [
                         "content": [
                             *text("And?"),
                             {**RESULT, "content": text("born", "1815"), "is_error": False},
-                            RESULT,
+                            {**RESULT, "is_error": True, "content": "no such name"},
                         ],
                     },
                 ]
@@ -228,7 +230,11 @@ CALLS = [
             [
                 {"role": "assistant", "content": None, "tool_calls": CALLS},
                 {"role": "tool", "tool_call_id": "toolu_1", "content": "born\n1815"},
-                {"role": "tool", "tool_call_id": "toolu_1", "content": ""},
+                {
+                    "role": "tool",
+                    "tool_call_id": "toolu_1",
+                    "content": "Error: no such name",
+                },
                 {"role": "user", "content": "And?"},
             ],
         ),

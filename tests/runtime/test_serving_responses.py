@@ -305,6 +305,25 @@ def test_a_conversation_goes_on_from_a_kept_response(client: Any) -> None:
         previous = found["id"]
 
 
+def test_an_item_may_be_referred_to(client: Any) -> None:
+    found = post(client, RESPONSES, **BODY)
+    (item,) = found["output"]
+    more = {"role": "user", "content": "And?"}
+    whole = [*HELLO, item, more]
+    reference = {"type": "item_reference", "id": item["id"]}
+    expected = text_of(post(client, RESPONSES, **{**BODY, "input": whole}))
+    referring = post(client, RESPONSES, **{**BODY, "input": [*HELLO, reference, more]})
+    assert text_of(referring) == expected
+    goes_on = {**BODY, "input": "Well?", "previous_response_id": referring["id"]}
+    again = [*whole, referring["output"][0], {"role": "user", "content": "Well?"}]
+    assert text_of(post(client, RESPONSES, **goes_on)) == text_of(
+        post(client, RESPONSES, **{**BODY, "input": again})
+    )
+    unknown = [{"type": "item_reference", "id": "msg_1"}]
+    reply = client.post(RESPONSES, json={**BODY, "input": unknown})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "item_not_found")
+
+
 def test_a_kept_response_is_shown_and_deleted(client: Any) -> None:
     whole = post(client, RESPONSES, **BODY)
     reply = client.post(RESPONSES, json={**BODY, "stream": True})
@@ -367,7 +386,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "send what it shows or says"),
     ({"input": [{"role": "user"}]}, "input", "got content None in item 0"),
     ({"input": [{"role": "king", "content": "x"}]}, "input", "a message with its role"),
-    ({"input": [*HELLO, {"type": "item_reference", "id": "x"}]}, "input", "item 1"),
+    ({"input": [*HELLO, {"type": "item_reference"}]}, "input", "item 1"),
     ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id, name and arguments"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "its call_id"),
     ({"input": [{**OUTPUT, "output": 3}]}, "input", "got content 3"),

@@ -98,6 +98,23 @@ def test_a_call_is_forced(client: Any) -> None:
     assert call["function"]["name"] == "look_up"
 
 
+def test_a_response_format_beside_tools_allows_a_call(client: Any) -> None:
+    """The bias opens an object, as the schema asks for, or the tag of a call."""
+    format = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    body: dict[str, Any] = {"tools": TOOLS, "response_format": format}
+    tag = tool_engine().tokenizer.encode("<tool_call>", special_tokens=False)[0]
+    called = choice_of(client, **body, logit_bias={str(tag): 50})
+    assert called["finish_reason"] == "tool_calls"
+    assert called["message"]["content"] is None
+    answered = choice_of(client, **body, logit_bias={str(tag): -50})
+    assert set(json.loads(answered["message"]["content"])) == {"name", "fame"}
+    refused = client.post(
+        CHAT, json={"messages": HELLO, **body, "response_format": {"type": "ebnf", "grammar": "x"}}
+    )
+    assert refused.status_code == 400
+    assert "beside tools" in refused.json()["error"]["message"]
+
+
 def test_tools_are_shown_to_the_model_unless_none_may_be_called(client: Any) -> None:
     def num_prompt_tokens(**more: Any) -> int:
         reply = post(client, CHAT, messages=HELLO, max_tokens=1, **more)
@@ -176,7 +193,7 @@ CALL = '{"name": "look_up", "arguments": {"name": "Ada"}}'
         ("smollm", f"[ {CALL}]", "", 1),
         ("hermes", '{"name": "Ada"}', None, 0),
         ("hermes", f"<tool_call>{CALL.replace('look', 'dig')}</tool_call>", None, 0),
-        ("hermes", '{"arguments": {}, "name": "look_up"}', None, 0),  # which streams do not await
+        ("hermes", '{"arguments": {}, "name": "look_up"}', "", 1),
         ("llama3", CALL.replace("arguments", "parameters"), "", 1),
         ("llama3", "no call at all", None, 0),
         ("mistral", f"Hm. [TOOL_CALLS][{CALL}]", "Hm.", 1),

@@ -88,6 +88,7 @@ def test_thinking_is_split_off_however_the_text_comes(
 
 
 def test_without_tags_all_is_text() -> None:
+    assert tags_of("</seed:think>") == Tags("<seed:think>", "</seed:think>")
     assert tags_of("{{ messages }}") is None
     assert ThinkingReader(None).push("<think>a</think>b") == ("", "<think>a</think>b")
 
@@ -102,6 +103,11 @@ def test_how_an_answer_begins_is_read_from_its_prompt() -> None:
     begun = [*HELLO, {"role": "assistant", "content": "<think>\nHm."}]
     assert form_of(codec, engine.encode(begun, continue_final=True)).is_begun
     assert form_of(codec, engine.encode("hello", raw=True)).tokens is None
+    closed = R1.replace("<think>\n", "{{ '<think>' if thinking else '</think>' }}")
+    codec.template = ChatTemplate(closed)  # as DeepSeek-V3.1's, which closes what is not there
+    assert form_of(codec, engine.encode(HELLO)).tokens is None
+    asked = engine.encode(HELLO, template_kwargs={"thinking": True})
+    assert form_of(codec, asked).is_begun
     plain = BpeTokenizer(ChatTemplate(R1))  # in which the tags are letters
     assert form_of(plain, plain.encode(plain.template.render(HELLO), False)).is_begun  # type: ignore[union-attr]
     hidden = BpeTokenizer(ChatTemplate(R1), {"<think>": True, "</think>": True})

@@ -4,6 +4,7 @@ model; what is not a whole call stays text."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from spec_runtime.constraints.formats import read_format
 from spec_runtime.constraints.tools import (
     FAMILIES,
     ToolCall,
+    answer_or_call,
     checked_tools,
     family_of,
     forced_call,
     format_of_choice,
-    parse_calls,
 )
+from spec_runtime.requests.call_reader import CallReader, joined, parse_calls
 from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.prompt import encode_prompt
 
@@ -32,6 +34,18 @@ LLAMA_W, LLAMA_T = (f"{{{each}}}".replace("arguments", "parameters") for each in
 IDS = '[TOOL_CALLS]a[CALL_ID]x9[ARGS]{}[TOOL_CALLS]b{"c": 1}'
 TAGGED = [f"<tool_call>\n{{{each}}}\n</tool_call>" for each in (W, T)]
 
+# Forms that models of every family fall into; W and T stand for the two calls.
+FORMS: list[tuple[str, str | None, list[ToolCall]]] = [
+    ("W", "", [WEATHER]),
+    ("```json\nW\n```", "", [WEATHER]),
+    ("Here you are:\n\n```json\n[W, T]\n```\nIs that all?", "Here you are:\nIs that all?", BOTH),
+    ("```json\nW\n```\n```json\nT\n```", "", BOTH),
+    ("```\nW\nT\n```", "", BOTH),
+    ("<tool_call>\nW\n</tool_call>\n<tool_call>\nT\n</tool_call>", "", BOTH),
+    ("```python\nprint(1)\n```", None, []),
+    ('```json\n{"name": 3}\n```', None, []),
+    ("I call W", None, []),
+]
 # (family, an answer as such models give it, its content, its calls)
 ANSWERS: list[tuple[str, str, str | None, list[ToolCall]]] = [
     ("llama3", LLAMA_W, "", [WEATHER]),
@@ -66,14 +80,19 @@ ANSWERS: list[tuple[str, str, str | None, list[ToolCall]]] = [
     ("phi", f"[{{{W}}}]", "", [WEATHER]),
     ("phi", f"<|tool_call|>{{{W}}}<|/tool_call|><|tool_call|>{{{T}}}<|/tool_call|>", "", BOTH),
     ("phi", f"{{{W}}}{{{T}}}", "", BOTH),
-    ("phi", f"{{{W}}} is how", None, []),
+    ("phi", f"{{{W}}} is how", "is how", [WEATHER]),
     ("phi", f"Sure: functools[{{{W}}}]", "Sure:", [WEATHER]),
     ("smollm", f"<tool_call>[{{{W}}}]</tool_call>", "", [WEATHER]),
     ("smollm", f"<tool_call>[\n{{{W}}},\n{{{T}}}\n]</tool_call>", "", BOTH),
     ("smollm", "<tool_call>[]</tool_call>", None, []),
     ("hermes", f"\n{{{W}}}\n{{{T}}}\n", "", BOTH),  # the tags may be special tokens
     ("smollm", f"[{{{W}}}]", "", [WEATHER]),
-    ("smollm", f"{{{W}}} is how", None, []),
+    ("smollm", f"{{{W}}} is how", "is how", [WEATHER]),
+    *(
+        (family, text.replace("W", f"{{{W}}}").replace("T", f"{{{T}}}"), content, calls)
+        for family in FAMILIES
+        for text, content, calls in FORMS
+    ),
 ]
 
 
@@ -83,21 +102,51 @@ def test_calls_are_read(family: str, text: str, content: str | None, calls: list
 
 
 def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
-    """In a list of calls, all of it; the answer's other calls are read."""
+    """So do those after them in a list; the answer's other calls are read."""
     offered = [{"function": {"name": WEATHER.name}}]
     for family, text, _, calls in ANSWERS:
         if TIME not in calls and WEATHER in calls:
             assert parse_calls(text, family, offered) == parse_calls(text, family)
             assert parse_calls(text, family, []) == (text, [])
-    for family, text in (
-        ("llama3", f"{LLAMA_W}; {LLAMA_T}"),
-        ("mistral", f"[TOOL_CALLS][{{{W}}}, {{{T}}}]"),
-        ("smollm", f"<tool_call>[{{{W}}}, {{{T}}}]</tool_call>"),
+    for family, text, content in (
+        ("llama3", f"{LLAMA_W}; {LLAMA_T}", LLAMA_T),
+        ("mistral", f"[TOOL_CALLS][{{{W}}}, {{{T}}}]", f"{{{T}}}]"),
+        ("smollm", f"<tool_call>[{{{T}}}, {{{W}}}]</tool_call>", None),
     ):
-        assert parse_calls(text, family, offered) == (text, [])
+        expected = (text, []) if content is None else (content, [WEATHER])
+        assert parse_calls(text, family, offered) == expected
     assert parse_calls("\n".join(TAGGED), "hermes", offered) == (TAGGED[1], [WEATHER])
     with pytest.raises(ValueError, match="got tools 'now', expected a list of functions"):
         parse_calls("", "hermes", "now")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_streams_give_the_same_calls_piece_by_piece(size: int) -> None:
+    for family, text, content, calls in ANSWERS:
+        reader = CallReader(family)
+        pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
+        pieces.append(reader.finish())
+        parts = [part for piece in pieces for part in piece]
+        assert joined(parts) == (text if content is None else content, calls), text
+        assert not reader.is_cut
+        if size == 1 and calls and '"arguments": "' not in text:
+            begun = sum(part.kind == "call" for piece in pieces[:-1] for part in piece)
+            assert begun == len(calls), "a call waits for the end"
+            assert max(len(part.text) for part in parts if part.kind == "arguments") == 1
+
+
+def test_a_stream_that_breaks_off_within_a_call_says_so() -> None:
+    begun = '<tool_call>{"name": "f", "arguments": {"a": "b}'
+    for text, arguments in ((begun, '{"a": "b}'), (f"{begun}\\", '{"a": "b}\\')):
+        reader = CallReader("hermes")
+        parts = [part for letter in text for part in reader.push(letter)]
+        parts += reader.finish()
+        assert joined(parts) == ("", [ToolCall("f", arguments)])
+        assert reader.is_cut
+    reader = CallReader("hermes")
+    parts = reader.push("""<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call> Oh.""")
+    assert joined([*parts, *reader.finish()]) == ("Oh.", [ToolCall("f", "{'a': 1}")])
+    assert reader.is_cut
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -214,6 +263,20 @@ def test_parameters_refer_to_themselves(family: str) -> None:
     assert not follows(kind, answer('{"w": "a"}'))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_or_a_call(family: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    schema = {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]}
+    kind = answer_or_call(schema, TOOLS[1:], family)
+    call = f'{{"name": "stop", "{"parameters" if family == "llama3" else "arguments"}": {{}}}}'
+    if family in ("mistral", "phi", "smollm"):
+        call = f"[{call}]"
+    forced = kind["formats"][1]
+    assert follows(kind, f"{forced['begin']}{call}{forced['end']}")
+    assert follows(kind, '{"v": 1}')
+    assert not follows(kind, '{"w": 1}')
+
+
 @pytest.mark.parametrize("definitions", [[1], "x", 1.5])
 def test_bad_definitions_are_one_line(definitions: Any) -> None:
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
@@ -327,6 +390,18 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert template.render(CHAT).startswith("[user]What time is it?")
 
 
+@pytest.mark.parametrize("arguments", [{"zone": "UTC"}, '{"zone": "UTC"}'])
+def test_a_template_that_joins_arguments_gets_them_as_text(arguments: Any) -> None:
+    """As DeepSeek-R1's does."""
+    source = (
+        "{% for m in messages %}{% for tool in m['tool_calls'] %}{{'[' + tool['function']['name'] "
+        "+ '\n' + tool['function']['arguments'] + '\n' + ']'}}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "get_time", "arguments": arguments}}
+    messages = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ChatTemplate(source).render(messages) == '[get_time\n{"zone": "UTC"}\n]'
+
+
 def test_phi_reads_tools_from_the_system_message() -> None:
     """As Phi-4 mini's template does."""
     phi = (
@@ -349,6 +424,9 @@ def test_the_engine_passes_tools_on() -> None:
         assert next(iter(call("Now?", tools=TOOLS, max_new_tokens=2))) is not None
     result = engine.generate(CHAT, tools=TOOLS, max_new_tokens=1)
     assert result.stats.prompt_tokens > 300
+    assert (result.tool_calls, result.content) == ([], result.text)
+    said = replace(result, text=f"So be it. <tool_call>[{{{T}}}]</tool_call>")
+    assert (said.tool_calls, said.content) == ([TIME], "So be it.")
     for prompt, raw in (([1, 2], False), ("Now?", True), ([], False)):
         with pytest.raises(ValueError, match="got tools, expected them with messages"):
             engine.encode(prompt, raw, tools=TOOLS)

@@ -82,7 +82,7 @@ class MessageReply:
         if chunk.result is None:
             return
         yield from self._end_block()
-        delta = _end(chunk.result, self._has_calls)
+        delta = _end(chunk.result, self._has_calls and not self._reader.is_cut)
         yield {"type": "message_delta", "delta": delta, "usage": _usage(chunk.result)}
         yield {"type": "message_stop"}
 

@@ -303,6 +303,8 @@ def _messages_of(role: str, blocks: list[Object]) -> list[Object]:
 def _result_message(block: Object) -> Object:
     content = block.get("content") or ""
     text = content if isinstance(content, str) else _text_of(content)
+    if block.get("is_error"):  # no chat template has a place for it
+        text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
 
 

@@ -51,6 +51,7 @@ class ResponseReply:
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         (result,) = results
+        self._reader = self._get_form().reader(streams=False)
         *_, last = self.parts(Chunk(text=result.text, result=result))
         response: Object = last["response"]
         return response
@@ -65,6 +66,7 @@ class ResponseReply:
         """Yields the events for one chunk of the answer; the last chunk's end the response."""
         if self._reader is None:
             self._reader = self._get_form().reader()
+        if not self._num_events:
             begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
             begun["incomplete_details"] = None
             yield self._event("created", response=begun)
@@ -78,9 +80,12 @@ class ResponseReply:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
             yield from self._begin(_Item("text"))
-        is_cut = chunk.result.finish_reason == "length"
+        has_calls = any(item["type"] == "function_call" for item in self._output)
+        has_calls = has_calls or (self._item is not None and self._item.kind == "call")
+        is_whole = has_calls and not self._reader.is_cut
+        is_cut = chunk.result.finish_reason == "length" and not is_whole
         yield from self._end("incomplete" if is_cut else "completed")
-        response = self._finished(chunk.result)
+        response = self._finished(chunk.result, is_cut)
         yield self._event(response["status"], response=response)
 
     def _events_of(self, part: Part) -> Iterator[Object]:
@@ -133,10 +138,8 @@ class ResponseReply:
         self._num_events += 1
         return {"type": f"response.{kind}", "sequence_number": self._num_events - 1, **more}
 
-    def _finished(self, result: GenerationResult) -> Object:
+    def _finished(self, result: GenerationResult, is_cut: bool) -> Object:
         """Returns the complete response, which is kept."""
-        has_calls = any(item["type"] == "function_call" for item in self._output)
-        is_cut = result.finish_reason == "length" and not has_calls
         response = {
             **self._head,
             "status": "incomplete" if is_cut else "completed",

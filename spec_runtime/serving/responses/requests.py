@@ -6,7 +6,7 @@ Unknown fields are refused, and known ones without an effect on the answer are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen
@@ -106,6 +106,14 @@ class ResponsesRequest(Tolerant):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return self.input
+
+    def with_items(self, find: Callable[[str], Object]) -> ResponsesRequest:
+        """Returns the request with the items that it refers to, which `find` finds by their ids."""
+        items = [
+            find(item["id"]) if item.get("type") == "item_reference" and _has(item, "id") else item
+            for item in self.items
+        ]
+        return self.model_copy(update={"input": items})
 
     def as_chat(self, before: Sequence[Object]) -> ChatRequest:
         """Returns the chat that says the same; `before` are the items of the conversation so far.

@@ -56,6 +56,18 @@ class ResponseStore:
         self._kept.move_to_end(name)
         return self._kept[name]
 
+    def item(self, name: str) -> Object:
+        """Returns an item of a kept conversation. Raises ApiError if none has this id."""
+        for kept in reversed(self._kept.values()):
+            for item in reversed(kept.items):
+                if item.get("id") == name:
+                    return item
+        message = (
+            f"Item with id '{name:.80}' not found: this server keeps those of the last responses, "
+            "until it stops, unless 'store' is false; send the item itself."
+        )
+        raise ApiError(404, message, param="input", code="item_not_found")
+
     def remove(self, name: str, param: str) -> None:
         """Forgets a response; raises ApiError if there is none. Those that went on from it keep
         the conversation."""
