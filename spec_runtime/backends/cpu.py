@@ -26,12 +26,13 @@ from spec_runtime.backends.session import (
     open_buffers,
     open_session,
 )
-from spec_runtime.backends.shapes import KV, is_cache, require_feeds, shape_of
+from spec_runtime.backends.shapes import KV, is_cache, mask_width, require_feeds, shape_of
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.bundle.memory import require_memory
 from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.machine import default_threads
 
+MASK, ENDS = "mask", "seqlens_k"  # feeds of SlotCache.place
 MAX_BINDINGS = 8  # kept at a time; only graphs of lanes have so many, one for each set that met
 
 
@@ -60,6 +61,9 @@ class CpuBackend(OrtBackend, RowBackend):
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
+        # where the rows in use end, by the name of the mask, a lane's or the only one
+        ends = {name.replace(ENDS, MASK): name for name in self._feed_names if ENDS in name}
+        self._ends = ends if graph.attention == "bias" else {}
         self._bindings: dict[tuple[tuple[str, ...], int], Any] = {}
         self._outputs: dict[str, np.ndarray] = {}
 
@@ -69,7 +73,10 @@ class CpuBackend(OrtBackend, RowBackend):
         sizes: dict[str, int] = {}
         held = []  # ONNX Runtime reads these arrays' memory during the run
         for name in self._feed_names:
-            array = np.ascontiguousarray(feeds[name])
+            array = feeds[name]
+            if end := self._ends.get(name):  # no row attends a slot after the last in use
+                array = array[..., : mask_width(feeds[end].item() + 1, self.capacity)]
+            array = np.ascontiguousarray(array)
             held.append(array)
             binding.bind_cpu_input(name, array)
             for dim, size in zip(self._specs[name].shape, array.shape, strict=True):

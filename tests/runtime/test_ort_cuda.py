@@ -24,6 +24,7 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime.backends import (
     Runtime,
+    cpu,
     device_runs,
     graph_cache,
     open_graph,
@@ -520,18 +521,28 @@ def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: f
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> None:
+def test_a_narrow_mask_changes_nothing(
+    workshop: Workshop, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GroupQueryAttention then reads fewer rows than the cache has. Tested on the CPU."""
     opened = bundles.read(workshop.bundle("parallelspec", precision))
     graph = opened.manifest.graphs["target"]
-    wide, narrow = (CpuBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
-    cache, names = open_cache("slots", 384), ["logits", "features"]
+    backend = CpuBackend(opened.path / graph.file, graph, 384, 1)
+    cache, names, cut = open_cache("slots", 384), ["logits", "features"], []
+
+    def width_of(num_slots: int, capacity: int) -> int:
+        cut.append(num_slots)
+        return num_slots if is_narrow else capacity
+
+    monkeypatch.setattr(cpu, "mask_width", width_of)
     for n in (20, 4, 9, 30):
         feeds = step_feeds(cache, list(range(2, 2 + n)), [max(i // 2 - 1, 0) for i in range(n)])
-        used = int(feeds["seqlens_k"][0]) + 1
-        expected = {name: array.copy() for name, array in wide.run(feeds, names).items()}
-        got = narrow.run(feeds | {"mask": feeds["mask"][..., :used]}, names)
+        is_narrow = False
+        expected = {name: array.copy() for name, array in backend.run(feeds, names).items()}
+        is_narrow = True
+        got = backend.run(feeds, names)
         assert all(np.array_equal(got[name], expected[name]) for name in names)
+        assert cut[-1] == int(feeds["seqlens_k"][0]) + 1 < 384
         cache.commit([0, n // 2])
 
 

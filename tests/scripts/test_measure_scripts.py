@@ -27,6 +27,7 @@ from spec_runtime.trees.budget import Budget
 from tools.measure import (
     compare_acceptance,
     compare_drafters,
+    compare_quantised,
     measure_all,
     measure_memory,
     spec_bench,
@@ -210,6 +211,26 @@ def test_every_context_and_size_of_a_pass_is_measured(tmp_path: Path) -> None:
         step_costs.main([*map(str, words), "--contexts", "100000"])
 
 
+def test_quantised_bundles_are_compared_with_fp32(
+    workshop: Workshop, words: list[str], questions: Path, tmp_path: Path
+) -> None:
+    """fp32 is no distance from itself."""
+    exact, coarse = (workshop.bundle("parallelspec", each) for each in ("fp32", "int8"))
+    given = ["--reference", str(exact), *words, "--bundle", str(exact), str(coarse)]
+    compare_quantised.main([*given, "--rounds", "1", "--limit", "2"])
+    same, other = json.loads((tmp_path / "out.json").read_text())["rows"]
+    fidelity = same["divergence"], same["same_choice"], same["perplexity_over_fp32"]
+    assert fidelity == (0, 1, pytest.approx(1))
+    assert 0 < other["divergence"] < 1
+    assert other["perplexity"] != same["perplexity"]
+    assert other["bytes"] < same["bytes"]
+    for name in ("plain", "drafted", "prompt"):
+        assert same[name]["over_first"] == {"median": 1, "least": 1, "greatest": 1}
+        assert other[name]["median"] > 0
+    with pytest.raises(UserError, match="got a reference of int8, expected an fp32 one"):
+        compare_quantised.main(["--reference", str(coarse), *given[2:]])
+
+
 # ---- all of it
 
 
@@ -225,11 +246,21 @@ def test_every_stage_is_a_command_that_its_program_understands(
         with pytest.raises(SystemExit):
             package.main(["--help"] if stage.is_tool else [first, "--help"])
         helped = capsys.readouterr().out
-        for word in measure_all.command_of(stage, tmp_path, tmp_path):
+        for word in measure_all.command_of(stage, tmp_path, tmp_path, "model.gguf"):
             if word.startswith("--"):
                 assert word in helped, (stage.name, word)
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names) > 20
+    told = [
+        stage.name
+        for stage in stages
+        if "--model" in measure_all.command_of(stage, tmp_path, tmp_path, "model.gguf")
+    ]
+    assert told == [
+        *("transformers-fp32", "check"),
+        *("many-clients-fp32", "many-clients-int8"),
+        "rivals",
+    ]
     for precision in measure_all.PRECISIONS:
         assert names.index(f"tune-{precision}") < names.index(f"sweep-{precision}")
     assert names.index("tune-int8") < names.index("acceptance-int8")
@@ -249,7 +280,7 @@ def test_stages_run_by_name_and_failures_are_reported(
 
     monkeypatch.setattr(subprocess, "run", run)
     built: list[str] = []
-    monkeypatch.setattr(measure_all, "build", lambda precision, folder: built.append(precision))
+    monkeypatch.setattr(measure_all, "build", lambda precision, *_: built.append(precision))
     words = ["--prompts", str(questions), "--bundles", str(tmp_path), "--results", str(tmp_path)]
     assert measure_all.main([*words, "--stages", "bench-fp32", "audit-int8"]) == 1
     assert built == ["fp32", "int8"]

@@ -152,7 +152,7 @@ def _prepare(
 ) -> tuple[list[race.Context], Options, dict[str, bundles.Manifest]]:
     """Returns the prompts, what all contenders are given alike, and each precision's manifest."""
     for precision in args.precision:
-        measure_all.build(precision, args.bundles)
+        measure_all.build(precision, args.bundles, args.model)
     manifests = {precision: manifest_of(args.bundles / precision) for precision in args.precision}
     tokenizer = Tokenizer(bundles.read(args.bundles / args.precision[0], verify=False))
     found = contexts_of(args, tokenizer)

@@ -3,14 +3,16 @@
     python -m tools.measure.measure_all --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
 
 Missing bundles (DIR/fp32, DIR/int8 and DIR/int4: the demo target with its own drafter) are built
-first. Every stage is one command, writes one file of --results and can be run by its name;
-what it takes is printed after it and once more at the end. A stage that fails is reported, the
-others still run, and the exit code is 1.
+first; with --model FILE, another model's, with the drafter of --drafter-checkpoint if there is one.
+Every stage is one command, writes one file of --results and can be run by its name; what it takes
+is printed after it and once more at the end. A stage that fails is reported, the others still run,
+and the exit code is 1.
 
 The stages follow each other so that `tune` comes before what uses its profile (sweep and
-acceptance); `bench`, `lookup` and `spec-bench` do without one. `rivals` and `many-clients` install
-other engines under runs/rivals; `rivals` and `spec-bench` take an hour or more; these three go on
-where they were stopped.
+acceptance); `bench`, `lookup` and `spec-bench` do without one. `lookup` is about the shipped
+drafter, so that another model has no such stage. `rivals` and `many-clients` install other engines
+under runs/rivals; `rivals` and `spec-bench` take an hour or more; these three go on where they were
+stopped.
 Commit everything first, so that the provenance names a commit without "-dirty". --tiny takes a
 prompt or two and a few tokens of each, to see that everything runs; its figures are worth nothing.
 """
@@ -29,6 +31,8 @@ PRECISIONS = ("fp32", "int8", "int4")
 # Six prompts at fp32 and twelve below keep a sweep of five repeats within six minutes.
 TUNED_PROMPTS = {"fp32": 6, "int8": 12, "int4": 12}
 LOOKUPS = ("parallelspec+prompt_lookup", "parallelspec", "prompt_lookup")
+LOOKUP = "lookup-"  # what the names of their stages begin with
+OF_MODELS = ("check", "many-clients", "rivals", "transformers")  # stages that are told the model
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     audit = ("audit", *given, *limit, "--max-new-tokens", str(sizes.audit_tokens))
     names = [word for name in LOOKUPS for word in ("--drafter", name)]
     found = [Stage(f"bench-{each}", bench, each) for each in ("fp32", "int8")]
-    found += [Stage(f"lookup-{each}", (*bench, *names), each) for each in ("fp32", "int8")]
+    found += [Stage(f"{LOOKUP}{each}", (*bench, *names), each) for each in ("fp32", "int8")]
     found += [Stage(f"audit-{each}", audit, each, worst_code=1) for each in PRECISIONS]
     found.append(Stage("audit-fp32-strict", (*audit, "--strict"), "fp32", worst_code=1))
     for each in PRECISIONS:
@@ -126,13 +130,15 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     return [*found, Stage("rivals", rivals, None)]
 
 
-def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
-    """Returns the whole command line of a stage, under this interpreter."""
+def command_of(stage: Stage, bundles: Path, results: Path, model: str | None = None) -> list[str]:
+    """Returns the whole command line of a stage, under this interpreter; model None is the demo."""
     first, *words = stage.command
     program = ["-m", first] if stage.is_tool else [*entry(stage.package), first]
     where = ["--bundles", str(bundles)] if stage.precisions else []
     if stage.precision is not None:
         where = ["--bundle", str(bundles / stage.precision)]
+    if model is not None and stage.name.startswith(OF_MODELS):
+        where += ["--model", model]
     where += ["--json", str(results / f"{stage.name}.json")]
     return [sys.executable, *program, *words, *where]
 
@@ -144,12 +150,17 @@ def entry(package: str) -> list[str]:
     return ["-c", code]
 
 
-def build(precision: str, bundles: Path) -> None:
-    """Builds the demo bundle of a precision unless it is there."""
+def build(
+    precision: str, bundles: Path, model: str | None = None, drafter: str | None = None
+) -> None:
+    """Builds the demo bundle of a precision unless it is there, or that of another model with the
+    drafter of this checkpoint."""
     out = bundles / precision
     if (out / "manifest.json").is_file():
         return
-    words = ["build", "--drafter", "parallelspec", "--precision", precision, "--out", str(out)]
+    words = ["build", "--precision", precision, "--out", str(out)]
+    words += ["--drafter", "parallelspec"] if model is None else ["--model", model]
+    words += [] if drafter is None else ["--drafter-checkpoint", drafter]
     begin = time.monotonic()
     subprocess.run([sys.executable, *entry("spec_export"), *words], check=True)
     print(f"== built {precision}: {time.monotonic() - begin:.0f} s", flush=True)
@@ -159,11 +170,17 @@ def main(words: list[str] | None = None) -> int:
     parser = command_line(__doc__, "--prompts")
     parser.add_argument("--bundles", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--model", help="folder, GGUF file or hub id of another model")
+    parser.add_argument("--drafter-checkpoint", help="a drafter trained for it")
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="these only; default: all")
     parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
     parser.add_argument("--list", action="store_true", help="print the stages' names and end")
     args = parser.parse_args(words)
+    if args.drafter_checkpoint and not args.model:
+        parser.error("got --drafter-checkpoint, expected --model with it")
     every = stages(args.prompts, TINY if args.tiny else Sizes())
+    if args.model:
+        every = [stage for stage in every if not stage.name.startswith(LOOKUP)]
     known = [stage.name for stage in every]
     if args.list:
         print("\n".join(known))
@@ -177,12 +194,12 @@ def main(words: list[str] | None = None) -> int:
     chosen = [stage for stage in every if args.stages is None or stage.name in args.stages]
     args.results.mkdir(parents=True, exist_ok=True)
     for precision in dict.fromkeys(each for stage in chosen for each in stage.precisions):
-        build(precision, args.bundles)
+        build(precision, args.bundles, args.model, args.drafter_checkpoint)
     lines = []
     for stage in chosen:
         print(f"== {stage.name}", flush=True)
         begin = time.monotonic()
-        code = subprocess.run(command_of(stage, args.bundles, args.results)).returncode
+        code = subprocess.run(command_of(stage, args.bundles, args.results, args.model)).returncode
         verdict = "" if code == 0 else f", exit code {code}"
         lines.append(f"{stage.name}: {time.monotonic() - begin:.0f} s{verdict}")
         if not 0 <= code <= stage.worst_code:
