@@ -148,6 +148,8 @@ def command(
         if not is_loopback and settings.api_key is None:
             what += ", for everybody who reaches it: no --api-key-env was given"
         what += f", {options.counted_threads(loading['threads'])}"
+        if workers > 1:
+            what += " each"
         if len(found) > 1:
             what += " for each model that is asked for"
 

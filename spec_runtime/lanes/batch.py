@@ -71,6 +71,7 @@ class Batch:
         self._cycle_begun = 0.0
         self.on_pass: Callable[[Pass], None] = lambda ran: None
         self.has_gone_on = False
+        self.is_wanted = True  # until nobody will begin a call any more
 
     @property
     def parallel(self) -> int:
@@ -83,10 +84,12 @@ class Batch:
 
     def open_passes(self) -> None:
         """Opens the graphs of shared passes, from any thread, so that no call waits for that. What
-        goes wrong is left to the pass that needs them."""
+        goes wrong is left to the pass that needs them. Ends early once `is_wanted` is false."""
         if self._passes is not None:
             with suppress(Exception):
-                self._passes.open(self._engine.target.lend()[0], self.parallel)
+                for most in range(2, self.parallel + 1):
+                    if self.is_wanted:
+                        self._passes.open(self._engine.target.lend()[0], most)
 
     def lane_for(self, call: Call) -> Lane | None:
         """Returns the free lane that has most of the prompt's rows, or None where the call has to

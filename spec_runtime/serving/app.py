@@ -60,26 +60,26 @@ def _models(request: Request) -> Models:
     return cast(Models, request.app.state.models)
 
 
-async def _service(request: Request, model: str | None) -> Service:
-    """Returns the service of the model that a request asks for."""
-    return await _models(request).lend(model, request)
+async def _service(request: Request, model: str | None, drafter: str | None = None) -> Service:
+    """Returns the service of the model that a request asks for, which has the drafter."""
+    return await _models(request).lend(model, request, drafter)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    service = await _service(request, body.model)
+    service = await _service(request, body.model, body.drafter)
     return noted(await service.chat(body, request), body.ignored)
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    service = await _service(request, body.model)
+    service = await _service(request, body.model, body.drafter)
     return noted(await service.completion(body, request), body.ignored)
 
 
 @router.post(RESPONSES)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    service = await _service(request, body.model)
+    service = await _service(request, body.model, body.drafter)
     return noted(await service.responses(body, request), body.ignored)
 
 
@@ -97,7 +97,7 @@ async def delete_response(name: str, request: Request) -> Response:
 
 @router.post(MESSAGES)
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    service = await _service(request, body.model)
+    service = await _service(request, body.model, body.drafter)
     return noted(await service.messages(body, request), body.ignored)
 
 
@@ -148,6 +148,7 @@ async def ready(request: Request) -> Response:
     return Json({"status": "ready"})
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     return Response(_models(request).metrics.scrape(), media_type=CONTENT_TYPE_LATEST)

@@ -13,12 +13,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from spec_runtime.errors import UnknownDrafterError
 from spec_runtime.serving.errors import ApiError, timed_out
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.responses.store import ResponseStore
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.streams import unless_gone
 
+PLAIN = "none"  # the drafter that every engine has
 LENT = "specsplit.lent"  # the key of a request's scope that holds the services lent to it
 
 log = logging.getLogger("spec_runtime")
@@ -143,11 +145,14 @@ class Models:
             "is_open": model.opened is not None,
         }
 
-    async def lend(self, name: str | None, request: Request) -> Service:
+    async def lend(self, name: str | None, request: Request, drafter: str | None = None) -> Service:
         """Returns the service that answers for a model, opened if it is not; LendingApp takes it
         back once the request is answered. Raises ApiError for an unknown model, for one that
-        cannot be opened, and after the timeout; ClientGone if the client leaves."""
+        cannot be opened, and after the timeout; UnknownDrafterError for a drafter that the model
+        has not; ClientGone if the client leaves."""
         model = self.find(name)
+        if drafter is not None and drafter not in model.drafters:
+            raise UnknownDrafterError(drafter, model.drafters)
         if len(self._models) > 1:
             request.scope["log"]["model"] = model.name
         model.last_used = time.monotonic()
@@ -235,7 +240,7 @@ def models_of(service: Service) -> Models:
         settings.name,
         lambda: service,
         engine.target.max_length,
-        engine.drafters,
+        tuple(dict.fromkeys([*engine.drafters, PLAIN])),
         settings.aliases,
     )
     models = Models([model], service.metrics, service.kept, timeout=settings.timeout)

@@ -92,11 +92,12 @@ class Arguments(Declared):  # type: ignore[misc]
     A replica has up to `max_ongoing_requests`, of which it answers one at a time; up to
     `max_queued_requests` wait in the front for a place, and further ones get 429. A replica that is
     stopped has `grace` seconds to finish its requests. `api_key_env` names an environment variable
-    of the front's process; `hosts` and `cors_origins` are those of Settings.
+    of the front's process; `aliases`, `hosts` and `cors_origins` are those of Settings.
     """
 
     bundle: str
     name: str | None = None
+    aliases: tuple[str, ...] = ()
 
     num_replicas: Count = 1
     autoscaling_config: dict[str, Any] | None = None
@@ -149,6 +150,7 @@ class EngineReplica:
         most = arguments.max_ongoing_requests  # Ray sends no more; what waits, waits in the front
         settings = Settings(
             name,
+            aliases=arguments.aliases,
             max_waiting=most,
             max_streams=most,
             **arguments.limits,

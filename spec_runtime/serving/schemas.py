@@ -240,8 +240,6 @@ class ChatRequest(_Request):
             raise UserError("'top_logprobs' is only allowed when 'logprobs' is true")
         if self.tool_choice is not None and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
-        if self.tool_choice not in (None, "none", "auto") and not self.is_free:
-            raise UserError("a 'tool_choice' that asks for a call excludes 'response_format'")
         if self.tool_choice not in (None, "none", "auto") and self.min_tokens:
             raise UserError("a 'tool_choice' that asks for a call excludes 'min_tokens'")
         return self

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
 from spec_runtime.constraints.tools import answer_or_call, format_of_choice
-from spec_runtime.errors import UnknownDrafterError, UserError
+from spec_runtime.errors import UserError
 from spec_runtime.lanes.answering import (
     Answering,
     Observe,
@@ -365,16 +365,13 @@ class Service:
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def _with(self, drafter: str | None) -> Callable[[Engine], Engine]:
-        """Returns what makes of a lane's engine the one that answers with this drafter, None for
-        the service's own. Raises UnknownDrafterError for one that the bundle has not.
+        """Returns what makes of a lane's engine the one that answers with this drafter, which the
+        bundle has; None is the service's own.
 
         A drafter is opened on a lane when it is first asked for there, for which others wait.
         """
-        known = [*dict.fromkeys([*self.engine.drafters, "none"])]
         if drafter in (None, self.engine.drafter.partition("+")[0]):
             return lambda lane: lane
-        if drafter not in known:
-            raise UnknownDrafterError(drafter, known)
         if drafter == "none":
             return undrafted
 

@@ -176,6 +176,7 @@ class EngineQueue:
     async def close(self) -> None:
         """Ends the running requests, refuses those that wait with a RuntimeError, and ends the
         threads. Closing twice is fine."""
+        self._batch.is_wanted = False
         with self._lock:
             self._is_closed = True
             jobs = list(self._jobs)

@@ -83,10 +83,13 @@ def test_an_answer_fits_its_expression_or_grammar(client: Any) -> None:
     assert choice_of(client, response_format={"type": "text"}, max_tokens=3)["message"]["content"]
 
 
-def test_a_call_is_forced(client: Any) -> None:
+@pytest.mark.parametrize("format", [None, {"type": "json_object"}])
+def test_a_call_is_forced(client: Any, format: dict[str, Any] | None) -> None:
+    """Whatever a text would have to be."""
     named = {"type": "function", "function": {"name": "look_up"}}
     for tool_choice in ("required", named):
-        choice = choice_of(client, tools=TOOLS, tool_choice=tool_choice)
+        body = {"tools": TOOLS, "tool_choice": tool_choice, "response_format": format}
+        choice = choice_of(client, **body)
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] is None
         (call,) = choice["message"]["tool_calls"]
@@ -160,11 +163,6 @@ def test_calls_and_their_results_go_back_to_the_model(client: Any) -> None:
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
             "tool_choice",
             "'fly'",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            None,
-            "excludes 'response_format'",
         ),
     ],
 )

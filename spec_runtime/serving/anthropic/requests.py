@@ -131,9 +131,6 @@ class CountRequest(Tolerant):
     def _check_together(self) -> CountRequest:
         if self.tool_choice is not None and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
-        is_forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
-        if is_forced and self._format is not None:
-            raise UserError("a 'tool_choice' that asks for a call excludes 'output_config.format'")
         return self
 
     @property

@@ -88,12 +88,8 @@ class ResponsesRequest(Tolerant):
     def _check_together(self) -> ResponsesRequest:
         if LOGPROBS in (self.include or ()):
             raise UserError(f"'include' has {LOGPROBS!r}, which /v1/chat/completions has only")
-        is_free = (self._format or {"type": "text"}).get("type") == "text"
-        if self.tool_choice not in (None, "none", "auto"):
-            if not self.tools:
-                raise UserError("'tool_choice' is only allowed when 'tools' are specified")
-            if not is_free:
-                raise UserError("a 'tool_choice' that asks for a call excludes 'text.format'")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise UserError("'tool_choice' is only allowed when 'tools' are specified")
         return self
 
     @property
