@@ -116,6 +116,7 @@ class TransformersModel:
         self.model = hf_model
         self.taps, self.fusions = tuple(taps), dict(fusions or {})
         self._rows: dict[tuple[int, ...], np.ndarray] = {}  # f32[F] after each sequence
+        self._of_token: Any = None  # what the layers return of one token
 
     def expect(self, script: Script) -> list[np.ndarray]:
         """Returns each step's f32[N, F] like Verified.features: final hidden states, taps, then
@@ -143,23 +144,21 @@ class TransformersModel:
     def logits(self, features_NF: np.ndarray) -> np.ndarray:
         """Returns f32[N, V], the logits of these features; taps are not read.
 
-        The model runs on one token, whose last hidden state they replace, because what it does with
-        them (scales, softcaps) differs by family.
+        They replace the last hidden state of one token, which the layers run on once, because what
+        the model does with them (scales, softcaps) differs by family.
         """
         width = self.model.config.hidden_size
         rows = torch.from_numpy(np.ascontiguousarray(features_NF[:, :width]))
-
-        def give_rows(module: Any, args: Any, output: Any) -> Any:
-            output.last_hidden_state = rows[None]
-            return output
-
-        hook = self.model.model.register_forward_hook(give_rows)
-        try:
-            with torch.inference_mode():
-                token = torch.zeros((1, 1), dtype=torch.int64)
+        token, layers = torch.zeros((1, 1), dtype=torch.int64), self.model.model
+        with torch.inference_mode():
+            if self._of_token is None:
+                self._of_token = layers(token, use_cache=False)
+            self._of_token.last_hidden_state = rows[None]
+            layers.forward = lambda *_, **__: self._of_token
+            try:
                 return self.model(token, use_cache=False).logits[0].numpy()
-        finally:
-            hook.remove()
+            finally:
+                del layers.forward
 
 
 # ---- comparing ----

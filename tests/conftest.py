@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from spec_runtime import Engine
 
+gc.disable()  # until all test files are imported, see pytest_collection_finish
 # Tests import onnxruntime themselves, too; see spec_runtime/backends/session.py.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -45,6 +46,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
     if "torch" in sys.modules:
         import traceback
 
@@ -274,3 +276,20 @@ def fake_rival(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         f"{request.module.OPEN_ENGINE}\nprotocol.serve(open_engine)\n"
     )
     return file
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the names of the rivals' environments made, each this Python; "nowhere" fails."""
+    from tools.measure.rivals.environments import Environment, RivalError
+
+    made: list[str] = []
+
+    def make(environment: Environment, work: Path) -> None:
+        if environment.name == "nowhere":
+            raise RivalError("no such package")
+        made.append(environment.name)
+
+    monkeypatch.setattr(Environment, "make", make)
+    monkeypatch.setattr(Environment, "program", lambda environment, work: Path(sys.executable))
+    return made

@@ -23,12 +23,13 @@ PY
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
   done
   echo "installing specsplit[$extras] into .venv (minutes, the first time)" >&2
-  # PyTorch is compiled while pip installs the rest, and that by all cores: pip would use one
+  # What there is so far is compiled while pip installs the rest, and the remainder by all cores:
+  # pip would compile by one, at the end
   local pip=(.venv/bin/python -m pip install -q --no-compile --disable-pip-version-check)
   "${pip[@]}" "torch==2.13.0" -c constraints.txt
-  compile_packages 1 &
+  while kill -0 $$ 2>/dev/null; do compile_packages 1; done &
   "${pip[@]}" -c constraints.txt -e ".[$extras]"
-  wait $!
+  kill $! && wait $! 2>/dev/null || true
   compile_packages 0
   echo "$wanted" > ".venv/specsplit-$extras.stamp"
 }

@@ -310,21 +310,13 @@ def test_versions_are_pinned() -> None:
 def test_the_command_measures_ours_and_names_who_fails(
     workshop: Workshop,
     fake_rival: Path,
+    made: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ours are real workers on a tiny bundle; the rivals are fakes."""
     there = Environment("there", (("there==1",),))
-    made: list[str] = []
-
-    def make(environment: Environment, work: Path) -> None:
-        if environment.name == "nowhere":
-            raise RivalError("no such package")
-        made.append(environment.name)
-
-    monkeypatch.setattr(Environment, "make", make)
-    monkeypatch.setattr(Environment, "program", lambda environment, work: Path(sys.executable))
     form = {"fp32": Form("others", lambda files: Path("good"))}
     rivals = (
         Rival("there", "There", there, str(fake_rival), ("plain",), form),

@@ -177,19 +177,13 @@ def test_speeds_gaps_and_agreement_by_hand() -> None:
 def test_the_command_measures_ours_and_names_who_fails(
     workshop: Workshop,
     fake_rival: Path,
+    made: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ours are real workers on a tiny bundle; the rivals are fakes."""
     there = Environment("there", (("there==1",),))
-
-    def make(environment: Environment, work: Path) -> None:
-        if environment.name == "nowhere":
-            raise RivalError("no such package")
-
-    monkeypatch.setattr(Environment, "make", make)
-    monkeypatch.setattr(Environment, "program", lambda environment, work: Path(sys.executable))
     form = {"fp32": Form("others", lambda files: Path("good"))}
     rivals = [
         Rival("openvino", "There", there, str(fake_rival), (PLAIN,), form),
@@ -218,6 +212,7 @@ def test_the_command_measures_ours_and_names_who_fails(
         if name.startswith(OURS):
             assert each["as_alone"]["identical"] == answers
     assert [each["reason"] for each in found["failed"]] == ["no such package"]
+    assert made == ["there"]
     assert found["versions"]["There, plain"] == "0.1"
     assert "not measured: Gone, fp32: no such package" in capsys.readouterr().out
     assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 1 + 2 * 2 * 4
