@@ -1,11 +1,13 @@
 """Adapts drafting to this machine, and to what came true in this generation.
 
 `DraftPauser` has trees sized by what passes take at the context where they are, falls back to plain
-decoding while drafting does not pay, and tries again now and then. It keeps exponential averages of
-the tokens committed a step and of what the step cost by the machine profile. It pauses when
-drafting is slower than plain decoding,
+decoding while drafting does not pay, and tries again now and then. It keeps a credit, in plain
+steps, of what drafted ones have won by the costs of the machine profile,
 
-    tokens / ms  <  1 / plain ms.
+    credit  +=  tokens - ms / plain ms,
+
+up to MOST_CREDIT, and pauses once that is overdrawn: drafting may lose what it has won, and little
+more. So a text on which it pays by a little is not left for a few unlucky steps.
 
 `ProbabilityScaler` scales what the profile's reliability says of path probabilities by
 
@@ -35,10 +37,9 @@ from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
 WEIGHT = 1 / 16  # of the newest step in a DraftPauser's averages
-PROBE_STEPS = 8  # speculative steps after a rest before they are judged
-PROBE_LOSS = 1.0  # plain steps that a probe may lose before it ends
-LOSS = 0.015  # of a generation's time that probes may lose: a rest is that much longer than a loss
-FIRST_REST, LONGEST_REST = 16, 256  # plain steps; a rest after a failed probe is twice as long
+# Plain steps that drafting may lose: at most, at first where it is not known to pay, after a rest.
+MOST_CREDIT, FIRST_CREDIT, PROBE_CREDIT = 6.0, 2.0, 1.0
+FIRST_REST, LONGEST_REST = 64, 256  # plain steps; a rest after another is twice as long
 FREE = 0.02  # of a plain step: a draft that takes less need not rest where trees are sized by cost
 CONTEXT_ROWS = 128  # for which costs are taken to be the same
 TRUST_WEIGHT = 1 / 32  # of the newest step in a ProbabilityScaler's averages
@@ -49,11 +50,10 @@ class DraftPauser(ProposerWrapper):
     """Passes on the trees of `proposer`, or, while drafting does not pay, proposes only roots.
 
     `gain` is what drafting is known to be worth at temperature 0 and `sampled_gain` at temperature
-    1; the averages begin each generation there, in proportion to its temperature. Where that would
-    not pay or is not known, and after a rest, they begin at the break-even point and are judged
-    after PROBE_STEPS, or as soon as these lost more than PROBE_LOSS, so that only what is seen
-    decides. Step times in a grown tree's budget are those of the context, and its rate is that of
-    the averages.
+    1. Each generation begins with all credit where that pays, in proportion to its temperature, and
+    with FIRST_CREDIT where it does not or is not known. Step times in a grown tree's budget are
+    those of the context, and its rate is that of exponential averages of tokens and ms a step,
+    which begin at what is known, or at the break-even point.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class DraftPauser(ProposerWrapper):
         self._length = 0
         self._is_judged = self._is_free = False
         self._is_first = True  # the next tree is the generation's first
-        self._rest = self._probe = 0  # plain steps still to come; speculative ones to the verdict
-        self._lost = 0.0  # plain steps that the last probe's took more than they were worth
+        self._rest = 0  # plain steps still to come
+        self._credit = 0.0  # plain steps that drafting may still lose
         self._reset()
 
     @property
@@ -105,11 +105,12 @@ class DraftPauser(ProposerWrapper):
         if self._rest:
             self._rest -= 1
             if not self._rest:
-                self._begin_probe()
+                self._begin_at_break_even(PROBE_CREDIT)
         elif self._is_judged:
             self._tokens += WEIGHT * (len(step.tokens) - self._tokens)
             self._ms += WEIGHT * (self._step_ms - self._ms)
-            self._lost += self._step_ms / self._costs.plain - len(step.tokens)
+            won = len(step.tokens) - self._step_ms / self._costs.plain
+            self._credit = min(MOST_CREDIT, self._credit + won)
             self._judge()
 
     def _at_context(self, budget: Budget) -> Budget:
@@ -132,55 +133,34 @@ class DraftPauser(ProposerWrapper):
         return replace(budget, growth=replace(growth, step_ms=self._step_ms_of[key], rate=rate))
 
     def _judge(self) -> None:
-        """Begins a rest if drafting does not pay; during a probe, only at its end."""
-        if self._is_free:
-            return
-        if self._probe:
-            self._probe -= 1
-            is_lost = self._lost > PROBE_LOSS
-            if self._probe and not is_lost:
-                return
-            self._probe = 0
-            if self._pays() and not is_lost:
-                self._next_rest = FIRST_REST
-            else:
-                self._begin_rest(round(self._lost / LOSS))
-        elif not self._pays():
-            self._begin_rest()
-
-    def _begin_rest(self, least: int = 0) -> None:
-        """Begins a rest of at least so many steps."""
-        self._rest = max(least, self._next_rest)
-        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-
-    def _pays(self) -> bool:
-        return self._tokens * self._costs.plain >= self._ms
+        """Begins a rest if the credit is overdrawn, a longer one if by more than a plain step."""
+        if self._credit >= MOST_CREDIT:
+            self._next_rest = FIRST_REST
+        elif self._credit < 0 and not self._is_free:
+            self._rest = round(self._next_rest * max(1.0, -self._credit))
+            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
 
     def _begin_at(self, temperature: float) -> None:
-        """Sets the averages to what is known; begins a probe where that does not pay."""
+        """Sets averages and credit to what is known of drafting at this temperature."""
         sampled = self._sampled_gain if temperature else self._gain
+        self._begin_at_break_even(FIRST_CREDIT)
         if self._gain is None or sampled is None:
-            self._begin_probe()
             return
-        share = min(1.0, temperature)
+        share, tokens, ms = min(1.0, temperature), 0.0, 0.0
         for gain, weight in ((self._gain, 1 - share), (sampled, share)):
-            self._tokens += weight * gain.accepted_length
-            self._ms += weight * gain.accepted_length * self._costs.plain / gain.speedup
-        if not self._pays():
-            self._begin_probe()
+            tokens += weight * gain.accepted_length
+            ms += weight * gain.accepted_length * self._costs.plain / gain.speedup
+        if tokens * self._costs.plain >= ms:
+            self._tokens, self._ms, self._credit = tokens, ms, MOST_CREDIT
 
-    def _begin_probe(self) -> None:
-        self._probe = PROBE_STEPS
-        self._lost = 0.0
-        self._tokens, self._ms = 1.0, self._costs.plain
+    def _begin_at_break_even(self, credit: float) -> None:
+        self._tokens, self._ms, self._credit = 1.0, self._costs.plain, credit
 
     def _reset(self) -> None:
-        self._rest = self._probe = 0
-        self._lost = 0.0
-        self._next_rest = FIRST_REST
+        self._rest, self._next_rest = 0, FIRST_REST
         self._is_judged = self._is_free = False
         self._step_ms = 0.0  # of the tree last proposed
-        self._tokens = self._ms = 0.0  # the first tree's temperature says where they begin
+        self._tokens = self._ms = self._credit = 0.0  # the first tree's temperature says
         self._is_first = True
 
 

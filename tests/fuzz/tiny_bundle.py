@@ -28,6 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 KV_SHAPE = (1, 1, "S", WIDTH)
+WHOLE = "full_buffer"  # the graphs' masks are as wide as their caches
 ROW_INPUTS = (
     TensorSpec("input_ids", "int64", (1, "N")),
     TensorSpec("position_ids", "int64", (1, "N")),
@@ -48,6 +49,7 @@ TARGET = Graph(
         TensorSpec("features", "float32", ("N", FEATURES)),
         KV_OUTPUT,
     ),
+    attention=WHOLE,
 )
 PARALLELSPEC = Graph(
     "drafters/parallelspec/drafter.onnx",
@@ -58,6 +60,7 @@ PARALLELSPEC = Graph(
         TensorSpec("guess_log_probs", "float32", ("M", CANDIDATES)),
         KV_OUTPUT,
     ),
+    attention=WHOLE,
 )
 MEDUSA = Graph(
     "drafters/medusa/drafter.onnx",
