@@ -30,11 +30,13 @@ _FOLLOWED = (  # keywords whose schemas an answer may have to fit
     *("items", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems"),
     *("properties", "patternProperties"),
 )
-# Keywords whose schemas are of the object that others beside them describe, and those that may be
-# the only one; keywords that say which further properties an object has; all that describe one.
+# Keywords whose schemas describe the same object as the keywords beside them.
 _SHARING = frozenset(("allOf", "not", "if", "then", "else", "dependentSchemas"))
+# Those, and keywords whose schema may also be all that describes the object.
 _JOINING = _SHARING | {"anyOf", "oneOf", "$ref"}
+# Keywords that say which further properties an object has.
 _SAYING = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+# All keywords that describe an object.
 _COMBINED = _JOINING | _SAYING | {"properties", "required"}
 
 

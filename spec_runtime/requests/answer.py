@@ -48,8 +48,7 @@ class AnswerForm:
 
     def read(self, text: str) -> Answer:
         """Returns the parts of a whole answer."""
-        reader = self.reader(streams=False)
-        parts = [*reader.push(text), *reader.finish()]
+        parts = self.reader(streams=False).push(text, is_end=True)
         thinking = "".join(part.text for part in parts if part.kind == "thinking")
         return Answer(thinking, *joined(parts))
 
@@ -89,29 +88,19 @@ class AnswerReader:
         """Says whether the answer ends within the arguments of a call, or these are no JSON."""
         return self._calls is not None and self._calls.is_cut
 
-    def push(self, text: str) -> list[Part]:
-        """Returns the parts that this text completes."""
-        return self._read(text, is_end=False)
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back."""
-        parts = self._read("", is_end=True)
-        if self._calls is not None:
-            parts += self._calls.finish()
-        return parts
-
-    def _read(self, text: str, is_end: bool) -> list[Part]:
+    def push(self, text: str, is_end: bool = False) -> list[Part]:
+        """Returns the parts that this text completes; at the end, also what was held back."""
         thinking, said = self._thinking.push(text, is_end)
         parts = [Part("thinking", thinking)]
         if self._calls is None:
             parts.append(Part("text", said))
-        elif said:
-            parts += self._calls.push(said)
+        else:
+            parts += self._calls.push(said, is_end)
         return [part for part in parts if part.text]
 
 
 def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> AnswerForm:
-    """Returns the form of the answer to a prompt, which ends where that begins.
+    """Returns the form of the answer to a prompt.
 
     A model may think before a grammar's text where the prompt ends as the chat template ends it, or
     inside of its thinking.

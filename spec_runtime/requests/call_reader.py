@@ -46,8 +46,8 @@ class Part(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The beginning of a call, where its object begins and how deep inside of that its arguments
-    do. Without a name the object has to be read to its end first."""
+    """Holds where the object of a call begins, its name, where its arguments begin, and how deep
+    inside the object that is. Without a name the object has to be read to its end first."""
 
     begin: int
     name: str | None
@@ -64,8 +64,7 @@ def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[To
     Example, hermes: 'Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>' gives
     'Let me see.' and one call of `now` with the arguments '{}'.
     """
-    reader = CallReader(family, tools, streams=False)
-    return joined([*reader.push(text), *reader.finish()])
+    return joined(CallReader(family, tools, streams=False).push(text, is_end=True))
 
 
 def joined(parts: list[Part]) -> tuple[str, list[ToolCall]]:
@@ -82,11 +81,10 @@ def joined(parts: list[Part]) -> tuple[str, list[ToolCall]]:
 class CallReader:
     """Reads one answer that may hold calls of `tools`, None for any, and takes `at_most` of them.
 
-    `push` returns the parts that a piece of the answer completes, and `finish` the rest. Where it
-    `streams`, arguments come out as they are written, as soon as the name of a tool and the
-    beginning of its arguments are there; what is no JSON after that is given out all the same, and
-    `is_cut` says so. Otherwise a call comes out once its arguments are whole, and what is no whole
-    call stays text.
+    `push` returns the parts that a piece of the answer completes. Where it `streams`, arguments
+    come out as they are written, as soon as the name of a tool and the beginning of its arguments
+    are there; what is no JSON after that is given out all the same, and `is_cut` says so. Otherwise
+    a call comes out once its arguments are whole, and what is no whole call stays text.
 
     Example: "Let me", " see. <tool", '_call>{"name": "now", "arguments": {', "}}</tool_call>" give
     the texts "Let me" and " see.", the call "now", and the arguments "{" and "}".
@@ -119,22 +117,15 @@ class CallReader:
         self._parts: list[Part] = []
         self._step: Callable[[], bool] = self._read_text
 
-    def push(self, text: str) -> list[Part]:
-        """Returns the parts that this text completes."""
+    def push(self, text: str, is_end: bool = False) -> list[Part]:
+        """Returns the parts that this text completes; at the end, also what was held back."""
         self._text += text
-        return self._read()
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back."""
-        self._is_end = True
-        parts = self._read()
-        self._release(len(self._text))
-        return parts
-
-    def _read(self) -> list[Part]:
+        self._is_end = is_end
         self._parts = []
         while self._step():
             pass
+        if is_end:
+            self._release(len(self._text))
         return self._parts
 
     # ---- the three states; each returns whether there is more to read ----
@@ -205,7 +196,8 @@ class CallReader:
             call = _call(_parsed(self._text[head.begin : self._at]))
         else:
             arguments = self._text[head.arguments : self._at]
-            call = ToolCall(head.name, arguments) if _is_object(arguments) else None
+            is_object = isinstance(_parsed(arguments), dict)
+            call = ToolCall(head.name, arguments) if is_object else None
         if is_out:
             self.is_cut = call is None
         elif call is None or not self._is_known(call.name):
@@ -337,10 +329,6 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _is_object(text: str) -> bool:
-    return isinstance(_parsed(text), dict)
 
 
 def _call(value: Any) -> ToolCall | None:

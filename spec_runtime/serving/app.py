@@ -68,19 +68,19 @@ async def _service(request: Request, model: str | None, drafter: str | None = No
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = await _service(request, body.model, body.drafter)
-    return noted(await service.chat(body, request), body.ignored)
+    return noted(await service.chat(body, request), body)
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service = await _service(request, body.model, body.drafter)
-    return noted(await service.completion(body, request), body.ignored)
+    return noted(await service.completion(body, request), body)
 
 
 @router.post(RESPONSES)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     service = await _service(request, body.model, body.drafter)
-    return noted(await service.responses(body, request), body.ignored)
+    return noted(await service.responses(body, request), body)
 
 
 @router.get(f"{RESPONSES}/{{name}}")
@@ -98,13 +98,13 @@ async def delete_response(name: str, request: Request) -> Response:
 @router.post(MESSAGES)
 async def messages(body: MessagesRequest, request: Request) -> Response:
     service = await _service(request, body.model, body.drafter)
-    return noted(await service.messages(body, request), body.ignored)
+    return noted(await service.messages(body, request), body)
 
 
 @router.post(f"{MESSAGES}/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     service = await _service(request, body.model)
-    return noted(await service.count_tokens(body, request), body.ignored)
+    return noted(await service.count_tokens(body, request), body)
 
 
 @router.post("/tokenize")

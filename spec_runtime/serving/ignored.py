@@ -3,7 +3,6 @@ answer: clients and load generators send them to every server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -61,19 +60,15 @@ class Tolerant(BaseModel):
         made._ignored = ignored
         return made
 
-    @property
-    def ignored(self) -> list[str]:
-        """Returns the names of the fields that were ignored."""
-        return self._ignored
-
 
 def changes_nothing(name: str, value: Any) -> bool:
     """Says whether a field of another server would change nothing with this value."""
     return name in NO_EFFECT or (name in DEFAULTS and value in (None, DEFAULTS[name]))
 
 
-def noted(response: Response, ignored: Sequence[str]) -> Response:
-    """Adds the header with the names of ignored fields to a response, if there are any."""
-    if ignored:
-        response.headers[HEADER] = ", ".join(ignored)
+def noted(response: Response, body: Tolerant) -> Response:
+    """Adds the header with the names of a request's ignored fields to its response, if there are
+    any."""
+    if body._ignored:
+        response.headers[HEADER] = ", ".join(body._ignored)
     return response

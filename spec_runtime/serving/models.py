@@ -81,7 +81,7 @@ class Model:
         return (self.name, *self.aliases)
 
     def take_waiting(self) -> list[asyncio.Future[OpenModel]]:
-        """Returns the places of those who still wait, for who answers them all."""
+        """Removes all places, and returns those of requests that still wait."""
         places, self.waiting = self.waiting, []
         return [place for place in places if not place.done()]
 
@@ -89,10 +89,10 @@ class Model:
 class Models:
     """Lends services to requests, by the name of the model that they ask for.
 
-    At most `most_open` bundles are open, None is no bound. One more takes the place of the idle one
-    that was used least recently, or waits until the answers of one are complete; requests for that
-    one which come meanwhile wait for their turn after it. A request waits at most `timeout`
-    seconds. Used by one event loop. The responses that are kept belong to all models together.
+    At most `most_open` bundles are open, None is no bound. Another one takes the place of the idle
+    one that was used least recently. If none is idle, it waits until one is; requests for that one
+    which come meanwhile wait for their turn after it. A request waits at most `timeout` seconds.
+    Used by one event loop. The responses that are kept belong to all models together.
     """
 
     def __init__(

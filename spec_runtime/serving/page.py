@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, GenerationResult, SamplingParams, Step
+from spec_runtime import Engine, SamplingParams, Step
 from spec_runtime.lanes.answering import undrafted
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -123,17 +123,13 @@ async def _events(
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
     tree = recorders[0].last if recorders else None
     shown = None if tree is None else shown_tree(engine.tokenizer, drafter, *tree)
-    figures = _figures(answers.results[0], drafter, engine.target.precision)
-    figures["prompt_ids"] = calls[0].prompt
-    yield event_of({"result": figures, "tree": shown})
-
-
-def _figures(result: GenerationResult, drafter: str, precision: str) -> dict[str, Any]:
+    result = answers.results[0]
     stats = result.stats
-    return {
+    figures = {
         "drafter": drafter,
-        "precision": precision,
+        "precision": engine.target.precision,
         "finish_reason": result.finish_reason,
+        "prompt_ids": calls[0].prompt,
         "token_ids": result.token_ids,
         "steps": stats.steps,
         "tokens_per_second": stats.tokens_per_second,
@@ -141,6 +137,7 @@ def _figures(result: GenerationResult, drafter: str, precision: str) -> dict[str
         "acceptance_by_depth": stats.acceptance_by_depth,
         "prefill_seconds": stats.prefill_seconds,
     }
+    yield event_of({"result": figures, "tree": shown})
 
 
 def shown_tree(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> dict[str, Any]:

@@ -48,7 +48,7 @@ log = logging.getLogger("spec_runtime")
 
 @dataclass
 class ServedBundle:
-    """Names a bundle that is served: by which names, and what is known before it is open.
+    """Holds the names of a bundle to serve, and what is known of it before it is open.
 
     `arguments` are those of `spec_runtime.load`.
     """
@@ -106,9 +106,7 @@ class ServedBundles:
         if parallel > 1:
             megabytes = engine.lane_bytes / 1e6
             self.lanes = f", {parallel} answers together of {megabytes:.0f} MB each"
-        settings = replace(
-            self.settings, name=bundle.name, aliases=bundle.aliases, parallel=parallel
-        )
+        settings = replace(self.settings, name=bundle.name, parallel=parallel)
         return Service(engine, settings, metrics, kept)
 
     def __call__(self) -> ASGIApp:

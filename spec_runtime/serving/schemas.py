@@ -6,6 +6,7 @@ cannot obey. Known fields without an effect on the answer are taken and ignored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Le, MaxLen
@@ -183,6 +184,11 @@ class _Request(Tolerant):
             response_format=self.response_format,
             **self.sampling,  # type: ignore[typeddict-item]
         )
+
+
+def has(item: Mapping[str, Any], *names: str) -> bool:
+    """Says whether an object has texts under these names."""
+    return all(isinstance(item.get(name), str) for name in names)
 
 
 class ChatMessage(BaseModel):

@@ -40,7 +40,7 @@ from spec_runtime.serving.streams import EventStream, unless_gone
 from spec_runtime.serving.writers import ChatWriter, ChoicesReply, CompletionWriter, Reply
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 from spec_runtime.text.messages import Tools
-from spec_runtime.text.prompt import Prompt, encode_prompt
+from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.waiting.admission import Admission
 
 PREPARATION_SECONDS = 10.0  # a long prompt takes a few tenths
@@ -155,22 +155,15 @@ class Service:
         tools: Tools | None,
         is_begun: bool,
         template_kwargs: Mapping[str, Any] | None = None,
+        field: str = "messages",
     ) -> list[int]:
-        """Returns the ids of messages, however many these are; the last one is the beginning of the
-        answer if it `is_begun`."""
-        plain = [message.plain() for message in messages]
+        """Returns the ids of the messages in this field of the request, however many these are; the
+        last one is the beginning of the answer if it `is_begun`."""
+        plain, codec = [message.plain() for message in messages], self.engine.tokenizer
         try:
-            return encode_prompt(
-                self.engine.tokenizer,
-                plain,
-                False,
-                None,
-                tools,
-                is_begun,
-                template_kwargs=template_kwargs,
-            )
+            return encode_prompt(codec, plain, False, None, tools, is_begun, None, template_kwargs)
         except UserError as error:
-            raise as_api_error(error, "messages") from error
+            raise as_api_error(error, field) from error
 
     async def _chat(
         self,
@@ -186,28 +179,21 @@ class Service:
         request's that holds the messages. `thinks` says whether the model is to think, None leaves
         that to the request's further fields."""
         self._require_few(body.num_choices)
-        messages = [message.plain() for message in body.messages]
         codec, tools = self.engine.tokenizer, body.usable_tools
         family = "" if codec.template is None else codec.template.tool_family
         forms: list[AnswerForm] = []  # `prepare` fills it
 
         def prepare() -> list[Call]:
             template_kwargs = body.template_kwargs(codec.template, thinks)
-            prompt = self._encoded(
-                messages,
-                field,
-                tools=tools,
-                continue_final=is_begun,
-                template_kwargs=template_kwargs,
-            )
+            ids = self.encode_messages(body.messages, tools, is_begun, template_kwargs, field)
+            prompt = self._encoded(ids, field)
             at_most = 1 if body.parallel_tool_calls is False else None
             forms.append(replace(form_of(codec, prompt, tools), at_most=at_most))
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
             elif tools and not body.is_free:
-                either = answer_or_call(body.response_format, tools, family)
-                options["response_format"] = either
+                options["response_format"] = answer_or_call(body.response_format, tools, family)
             return self._calls(prompt, SamplingParams(**options), body)
 
         reply = make_reply(lambda: forms[0])
@@ -227,7 +213,7 @@ class Service:
             params = SamplingParams(**body.options(room))
             calls: list[Call] = []
             for prompt in prompts:
-                ids = self._encoded(prompt, "prompt", raw=True, has_bos=has_bos)
+                ids = self._encoded(prompt, "prompt", has_bos)
                 choices = self._calls(ids, params, body)
                 if echoes is not None:  # ids that are no tokens were refused above
                     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
@@ -301,28 +287,13 @@ class Service:
             answers.close()
             _note_results(request, answers)
 
-    def _encoded(
-        self,
-        prompt: Prompt,
-        field: str,
-        raw: bool = False,
-        tools: Tools | None = None,
-        continue_final: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        has_bos: bool = True,
-    ) -> list[int]:
-        """Returns the ids of the prompt in this field of the request, within the server's limit.
-        `has_bos` adds to a raw text what the tokenizer adds by itself."""
+    def _encoded(self, prompt: str | list[int], field: str, has_bos: bool = True) -> list[int]:
+        """Returns the ids of the text or ids in this field of the request, within the limits of
+        engine and server. `has_bos` adds to a text what the tokenizer adds by itself."""
         try:
             if isinstance(prompt, str) and not has_bos:
                 prompt = self.engine.tokenizer.encode(prompt, special_tokens=False)
-            ids = self.engine.encode(
-                prompt,
-                raw,
-                tools=tools,
-                continue_final=continue_final,
-                template_kwargs=template_kwargs,
-            )
+            ids = self.engine.encode(prompt, raw=True)
         except UserError as error:
             raise as_api_error(error, field) from error
         return self.check_prompt(ids, field)
@@ -365,10 +336,11 @@ class Service:
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def _with(self, drafter: str | None) -> Callable[[Engine], Engine]:
-        """Returns what makes of a lane's engine the one that answers with this drafter, which the
-        bundle has; None is the service's own.
+        """Returns a function from a lane's engine to the one that answers with this drafter of the
+        bundle; None is the service's own.
 
-        A drafter is opened on a lane when it is first asked for there, for which others wait.
+        A drafter is opened on a lane when it is first asked for there; other requests wait for
+        that.
         """
         if drafter in (None, self.engine.drafter.partition("+")[0]):
             return lambda lane: lane
@@ -385,8 +357,8 @@ class Service:
         return open_on
 
     def _texts(self, body: ChatRequest | CompletionRequest) -> TokenTexts:
-        """Returns what writes the tokens of the answers. After a prompt's tokens they are all
-        written: who counts off the prompt's takes as many of the rest as `usage` says."""
+        """Returns what writes the tokens of the answers. Where a prompt's tokens go before them it
+        writes all, so that their number is that of `usage`."""
         if isinstance(body, CompletionRequest) and body.scores_prompts:
             return TokenTexts(self.engine.tokenizer, frozenset())
         ending = frozenset(body.sampling.get("stop_token_ids", ()))

@@ -124,14 +124,9 @@ class ChatWriter:
             ]
             message |= {"content": answer.content or None, "tool_calls": calls}
             reason = "tool_calls"
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None
-            if result.logprobs is None
-            else self._texts.chat(_shown(self._texts, result)),
-            "finish_reason": reason,
-        }
+        shown = None if result.logprobs is None else _shown(self._texts, result)
+        logprobs = None if shown is None else self._texts.chat(shown)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 class _ChatChoice:
@@ -148,9 +143,7 @@ class _ChatChoice:
 
     def deltas(self, chunk: Chunk) -> list[Object]:
         """Returns the deltas for a chunk."""
-        parts = self._reader.push(chunk.text)
-        if chunk.result is not None:
-            parts += self._reader.finish()
+        parts = self._reader.push(chunk.text, chunk.result is not None)
         return [self._delta(part) for part in parts]
 
     def _delta(self, part: Part) -> Object:

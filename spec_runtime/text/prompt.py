@@ -44,35 +44,26 @@ def encode_prompt(
     `tools` and `template_kwargs`, further variables of the template, need a chat template. Raises
     UserError for anything that cannot be a prompt.
     """
-    if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
+    if continue_final and (isinstance(prompt, str) or not _is_begun(prompt)):
         raise UserError(
             "got continue_final, expected messages of which the last is the assistant's and a text"
         )
-    if tools and (raw or codec.template is None or not _is_chat(prompt)):
-        raise UserError(
-            "got tools, expected them with messages or a string for a bundle's chat template, "
-            "which shows them to the model",
-            param="tools",
-        )
-    if template_kwargs and (raw or codec.template is None or not _is_chat(prompt)):
-        raise UserError(
-            "got template_kwargs, expected them with messages or a string for a bundle's chat "
-            "template, which reads them",
-            param="template_kwargs",
-        )
+    for name, given in (("tools", tools), ("template_kwargs", template_kwargs)):
+        if given and (raw or codec.template is None or not _is_chat(prompt)):
+            raise UserError(
+                f"got {name}, expected them with messages or a string for a bundle's chat "
+                "template, which reads them",
+                param=name,
+            )
     is_marked = not (raw if control_tokens is None else control_tokens)
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
-        if codec.template is not None and not raw:
-            messages: list[Message] = [{"role": "user", "content": prompt}]
-            ids = _encode_messages(
-                codec, codec.template, messages, system, tools, template_kwargs, is_marked
-            )
-            return _some(codec, ids)
-        if system is not None:
-            raise UserError("got a system prompt, expected none without a chat template")
-        text = codec.marked(prompt) if is_marked else prompt
-        return _some(codec, codec.encode(text, special_tokens=True, is_marked=is_marked))
+        if codec.template is None or raw:
+            if system is not None:
+                raise UserError("got a system prompt, expected none without a chat template")
+            text = codec.marked(prompt) if is_marked else prompt
+            return _some(codec, codec.encode(text, special_tokens=True, is_marked=is_marked))
+        prompt = [{"role": "user", "content": prompt}]
     items = _items(prompt)
     if len(items) == 0:
         raise UserError("got prompt [], expected at least one message or one token id")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spec_runtime.constraints.tools import checked_tools
@@ -45,10 +45,10 @@ class ToolPrompter:
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
         """Returns the messages and the variable `tools` to render; raises UserError for tools that
         are not in OpenAI's form."""
-        write = _with_objects if self._reads_calls else _with_calls_as_text
-        if self._joins_arguments:
-            write = _with_texts
-        prepared = [write(message) for message in messages]
+        write = _as_text if self._joins_arguments else _as_object
+        prepared = [_with_arguments(message, write) for message in messages]
+        if not (self._joins_arguments or self._reads_calls):
+            prepared = [_with_calls_as_text(message) for message in prepared]
         if not (self._reads_calls or self._reads_variable or self._reads_message):
             prepared = [_with_result_as_text(message) for message in prepared]
         if not tools:
@@ -68,39 +68,32 @@ class ToolPrompter:
         return prepared, None
 
 
-def _with_objects(message: Message) -> Message:
+def _with_arguments(message: Message, write: Callable[[Any], Any]) -> Message:
+    """Returns a message whose calls have their arguments as `write` returns them."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+    return {**message, "tool_calls": [_rewritten(call, write) for call in calls]}
 
 
-def _with_texts(message: Message) -> Message:
-    """Returns a message whose calls have their arguments as JSON text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple):
-        return message
-    return {**message, "tool_calls": [_with_text(call) for call in calls]}
-
-
-def _with_text(call: Any) -> Any:
+def _rewritten(call: Any, write: Callable[[Any], Any]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+    if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": write(function["arguments"])}}
 
 
-def _with_object(call: Any) -> Any:
-    """Returns a call whose arguments are an object, if they are JSON text of one."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
+def _as_text(arguments: Any) -> Any:
+    is_object = isinstance(arguments, Mapping)
+    return json.dumps(arguments, ensure_ascii=False) if is_object else arguments
+
+
+def _as_object(arguments: Any) -> Any:
+    """Returns arguments as an object, if they are JSON text of one."""
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        return arguments
 
 
 def _with_result_as_text(message: Message) -> Message:
@@ -114,7 +107,7 @@ def _with_calls_as_text(message: Message) -> Message:
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(calls, list | tuple) or not calls:
         return message
-    functions = [_function_of(_with_object(call)) for call in calls]
+    functions = [_function_of(call) for call in calls]
     text = f"<tool_call>{json.dumps(functions, ensure_ascii=False)}</tool_call>"
     return {"role": message.get("role"), "content": f"{content or ''}\n{text}".strip()}
 

@@ -28,7 +28,14 @@ from spec_runtime.serving.settings import Settings  # noqa: E402
 from spec_runtime.text.chat_template import ChatTemplate  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
 SMALL_BUFFER = 4096  # bytes of a socket's
 
 
@@ -134,29 +141,22 @@ def choice_of(client: Any, path: str, **body: Any) -> Any:
 
 
 def stream(client: Any, path: str, **body: Any) -> list[Any]:
-    """Returns the events of a streamed answer."""
+    """Returns the events of a streamed answer; those of some paths have names."""
     reply = client.post(path, json={**body, "stream": True})
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("text/event-stream")
-    return events(reply.text)
+    return events(reply.text, has_names=path in (RESPONSES, MESSAGES))
 
 
-def events(text: str) -> list[Any]:
-    """Returns the server-sent events of a body: objects, and the string "[DONE]"."""
-    found = []
+def events(text: str, has_names: bool = False) -> list[Any]:
+    """Returns the server-sent events of a body: objects, and the string "[DONE]". If an event has a
+    name, that is its type."""
+    found: list[Any] = []
     for block in text.strip().split("\n\n"):
-        data = block.removeprefix("data: ")
+        *names, data = block.split("\n")
+        data = data.removeprefix("data: ")
         found.append(data if data == "[DONE]" else json.loads(data))
-    return found
-
-
-def typed_events(text: str) -> list[Any]:
-    """Returns the events of a stream, each of which is named as its type."""
-    found = []
-    for block in text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+        assert names == ([f"event: {found[-1]['type']}"] if has_names else [])
     return found
 
 

@@ -102,7 +102,8 @@ def test_a_stop_string_ends_the_answer(client: Any) -> None:
     choice = choice_of(client, COMPLETIONS, **body, stop=stop)
     assert choice["text"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
-    assert choice_of(client, COMPLETIONS, **body, stop=[stop, "?!"]) == choice
+    others = [f"no {number}" for number in range(15)]
+    assert choice_of(client, COMPLETIONS, **body, stop=[*others, stop]) == choice
 
 
 def test_choices_of_several_prompts(client: Any) -> None:
@@ -250,22 +251,13 @@ def test_a_developers_message_is_the_systems(client: Any) -> None:
     assert num_prompt_tokens("system") == num_prompt_tokens("user") + len("system") - len("user")
 
 
-def test_models_health_and_readiness(client: Any) -> None:
-    (model,) = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("toy", 400)
-    assert client.get("/v1/models/toy").json() == model
-    assert client.get("/v1/models/other").status_code == 404
+def test_health_and_readiness(client: Any) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     head = client.head("/health")
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == client.get("/health").headers["content-length"]
     assert client.get("/ready").json() == {"status": "ready"}
     assert {CHAT, COMPLETIONS} <= set(client.get("/openapi.json").json()["paths"])
-
-
-def test_features_of_others_may_be_null(client: Any) -> None:
-    names = ("tools", "functions", "function_call", "audio", "web_search_options")
-    post(client, CHAT, messages=HELLO, max_tokens=1, **dict.fromkeys(names))
 
 
 # ---- refusals ----

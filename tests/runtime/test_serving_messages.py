@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, held, post, served, tool_engine, toy_engine, typed_events
+from served import (
+    CHAT,
+    HELLO,
+    MESSAGES,
+    PERSON,
+    held,
+    post,
+    served,
+    stream,
+    tool_engine,
+    toy_engine,
+)
 from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
@@ -15,17 +26,13 @@ from spec_runtime import Chunk, GenerationResult, Stats
 from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.anthropic.requests import MessagesRequest
+from spec_runtime.text.thinking import Tags
 
-MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+COUNT = "/v1/messages/count_tokens"
 BODY = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
 JSON = {"Content-Type": "application/json"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 4}},
-    "required": ["name"],
-}
-TOOLS = [{"name": "look_up", "description": "Looks up.", "input_schema": SCHEMA}]
-FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": SCHEMA}
+TOOLS = [{"name": "look_up", "description": "Looks up.", "input_schema": PERSON}]
+FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": PERSON}
 CALL = '{"name": "look_up", "arguments": {"name": "Ada"}}'
 
 
@@ -50,8 +57,9 @@ def message_of(events: list[Any]) -> Any:
         is_open = event["type"] != "content_block_stop"
         if event["type"] == "content_block_start":
             message["content"].append(dict(event["content_block"]))
-        elif is_open and event["delta"]["type"] == "text_delta":
-            message["content"][-1]["text"] += event["delta"]["text"]
+        elif is_open and event["delta"]["type"] in ("text_delta", "thinking_delta"):
+            kind = event["delta"]["type"].removesuffix("_delta")
+            message["content"][-1][kind] += event["delta"][kind]
         elif is_open:
             assert message["content"][-1]["input"] == {}
             written += event["delta"]["partial_json"]
@@ -64,10 +72,7 @@ def message_of(events: list[Any]) -> Any:
 def answer(client: Any, **body: Any) -> Any:
     """Returns a message, which is the same whole and streamed but for ids and cached tokens."""
     whole = post(client, MESSAGES, **{**BODY, **body})
-    reply = client.post(MESSAGES, json={**BODY, **body, "stream": True})
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    streamed = message_of(typed_events(reply.text))
+    streamed = message_of(stream(client, MESSAGES, **{**BODY, **body}))
     assert set(streamed) == set(whole)
     for key in ("type", "role", "model", "stop_reason", "stop_sequence"):
         assert streamed[key] == whole[key]
@@ -108,8 +113,7 @@ def test_a_message_is_answered_as_by_the_engine_whole_or_streamed(client: Any) -
 def test_a_stream_says_first_what_the_prompt_has_and_last_what_was_reused(client: Any) -> None:
     size = len(toy_engine().encode(HELLO))
     for _ in range(2):
-        reply = client.post(MESSAGES, json={**BODY, "stream": True})
-        first, *_, last, _ = typed_events(reply.text)
+        first, *_, last, _ = stream(client, MESSAGES, **BODY)
         assert first["message"]["usage"] == {"input_tokens": size, "output_tokens": 0}
         assert first["message"]["content"] == []
     reused = last["usage"]["cache_read_input_tokens"]
@@ -282,7 +286,7 @@ def test_sampling_is_the_chats() -> None:
 def test_an_answer_fits_the_schema_of_its_format() -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed")
     with served(tool_engine()) as running, running.client() as client:
-        format = {"type": "json_schema", "schema": {**SCHEMA, "additionalProperties": False}}
+        format = {"type": "json_schema", "schema": PERSON}
         found = answer(client, output_config={"format": format, "effort": "low"}, max_tokens=60)
         assert set(json.loads(found["content"][0]["text"])) == {"name"}
         assert found["stop_reason"] == "end_turn"
@@ -322,26 +326,29 @@ def test_a_call_is_forced_and_its_result_goes_back() -> None:
         assert_refused(reply, 400, "invalid_request_error", "'fly', expected one of look_up")
 
 
+@pytest.mark.parametrize("shows_thinking", [True, False])
 @pytest.mark.parametrize("size", [1, 7, 200])
-def test_streamed_calls_follow_the_text_before_them(size: int) -> None:
-    def get_form() -> AnswerForm:
-        return AnswerForm(family="hermes", tools=[{"type": "function", "function": FUNCTION}])
-
-    said = f"Let me see. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
+def test_streamed_calls_follow_the_thinking_and_the_text_before_them(
+    size: int, shows_thinking: bool
+) -> None:
+    tools = [{"type": "function", "function": FUNCTION}]
+    form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=tools)
+    calls = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
+    said = f"<think>\nHm, {{}}.\n</think>\n\nLet me see. {calls}"
     result = GenerationResult(said, [1], "stop", Stats(), stop="x")
-    reply = MessageReply("toy", get_form)
+    reply, other = (MessageReply("toy", lambda: form, shows_thinking) for _ in range(2))
     pieces = [said[i : i + size] for i in range(0, len(said), size)]
     chunks = [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=result)]
     start = {"type": "message_start", "message": {"content": [], "usage": {}}}
     streamed = message_of([start, *(event for each in chunks for event in reply.parts(each))])
-    whole = MessageReply("toy", get_form).whole([result])
-    for message in (streamed, whole):
-        before, *calls = message["content"]
+    thoughts = [{"type": "thinking", "thinking": "Hm, {}.", "signature": ""}] * shows_thinking
+    for message in (streamed, other.whole([result])):
+        *thought, before, first, second = message["content"]
+        assert thought == thoughts
         assert before == {"type": "text", "text": "Let me see."}
-        assert [(call["name"], call["input"]) for call in calls] == 2 * [
-            ("look_up", {"name": "Ada"})
-        ]
-        assert len({call["id"] for call in calls}) == 2
+        for call in (first, second):
+            assert (call["name"], call["input"]) == ("look_up", {"name": "Ada"})
+        assert first["id"] != second["id"]
         assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
 
 
@@ -503,15 +510,14 @@ def test_a_mistake_of_ours_is_an_error_without_details(
         assert_refused(reply, 500, "api_error", "had an error")
         assert "boom" not in reply.text
     monkeypatch.setattr("spec_runtime.serving.metrics.Metrics.count_answer", fail)
-    *parts, last = typed_events(client.post(MESSAGES, json={**BODY, "stream": True}).text)
+    *parts, last = stream(client, MESSAGES, **BODY)
     assert parts[-1]["type"] == "content_block_delta"
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     with held(num_runs=2, timeout=0.4) as (_, client, _):
-        reply = client.post(MESSAGES, json={**BODY, "stream": True})
-        *parts, last = typed_events(reply.text)
+        *parts, last = stream(client, MESSAGES, **BODY)
     assert parts[0]["type"] == "message_start"
     assert last["error"] == {
         "type": "timeout_error",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import HELLO, held, post, served, tool_engine, toy_engine, typed_events
+from served import HELLO, PERSON, RESPONSES, held, post, served, stream, tool_engine, toy_engine
 
 from spec_runtime import Chunk, GenerationResult, Stats
 from spec_runtime.requests.answer import AnswerForm
@@ -16,16 +16,10 @@ from spec_runtime.serving.responses import store
 from spec_runtime.serving.responses.replies import ResponseReply
 from spec_runtime.serving.responses.requests import ResponsesRequest, messages_of
 from spec_runtime.serving.responses.store import ResponseStore
+from spec_runtime.text.thinking import Tags
 
-RESPONSES = "/v1/responses"
 BODY = {"input": "hello", "max_output_tokens": 20, "temperature": 0}
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 4}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-TOOLS = [{"type": "function", "name": "look_up", "parameters": SCHEMA, "strict": True}]
+TOOLS = [{"type": "function", "name": "look_up", "parameters": PERSON, "strict": True}]
 CALL = {"type": "function_call", "call_id": "call_1", "name": "look_up", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "born in 1815"}
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
@@ -57,9 +51,9 @@ def response_of(events: list[Any]) -> Any:
             items.append(event["item"])
         elif kind == "content_part.added":
             items[-1]["content"].append(event["part"])
-        elif kind == "output_text.delta":
+        elif kind in ("output_text.delta", "reasoning_text.delta"):
             items[-1]["content"][event["content_index"]]["text"] += event["delta"]
-        elif kind == "output_text.done":
+        elif kind in ("output_text.done", "reasoning_text.done"):
             assert items[-1]["content"][0]["text"] == event["text"]
         elif kind == "content_part.done":
             assert items[-1]["content"] == [event["part"]]
@@ -82,10 +76,7 @@ def response_of(events: list[Any]) -> Any:
 def answer(client: Any, **body: Any) -> Any:
     """Returns a response, which is the same whole and streamed but for ids and cached tokens."""
     whole = post(client, RESPONSES, **{**BODY, **body})
-    reply = client.post(RESPONSES, json={**BODY, **body, "stream": True})
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    streamed = response_of(typed_events(reply.text))
+    streamed = response_of(stream(client, RESPONSES, **{**BODY, **body}))
     plain = []
     for each in (whole, streamed):
         assert each["id"].startswith("resp_")
@@ -207,7 +198,7 @@ def test_what_is_asked_for_is_the_chats() -> None:
     }
     body = ResponsesRequest.model_validate(asked)
     chat = body.as_chat(())
-    function = {"name": "look_up", "parameters": SCHEMA}
+    function = {"name": "look_up", "parameters": PERSON}
     assert chat.tools == [{"type": "function", "function": function}]
     assert chat.tool_choice == {"type": "function", "function": {"name": "look_up"}}
     assert chat.parallel_tool_calls is False
@@ -252,7 +243,7 @@ def test_a_call_is_forced_and_its_output_goes_back() -> None:
 def test_an_answer_fits_the_schema_of_its_format() -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed")
     with served(tool_engine()) as running, running.client() as client:
-        format = {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}
+        format = {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
         found = answer(client, text={"format": format}, max_output_tokens=90)
         assert set(json.loads(text_of(found))) == {"name"}
         assert (found["status"], found["text"]["format"]) == ("completed", format)
@@ -261,24 +252,22 @@ def test_an_answer_fits_the_schema_of_its_format() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 200])
-def test_streamed_calls_follow_the_text_before_them(size: int) -> None:
-    tools = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
-
-    def make_reply() -> ResponseReply:
-        return ResponseReply(
-            "toy", {}, lambda: AnswerForm(family="hermes", tools=tools), lambda _: None
-        )
-
+def test_streamed_calls_follow_the_thinking_and_the_text_before_them(size: int) -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": PERSON}}]
+    form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=tools)
+    reply, other = (ResponseReply("toy", {}, lambda: form, lambda _: None) for _ in range(2))
     call = '<tool_call>{"name": "look_up", "arguments": {"name": "Ada"}}</tool_call>'
-    said = f"Let me see. {call}\n{call}"
+    said = f"<think>\nHm, {{}}.\n</think>\n\nLet me see. {call}\n{call}"
     result = GenerationResult(said, [1], "stop", Stats())
-    reply = make_reply()
     pieces = [said[i : i + size] for i in range(0, len(said), size)]
     chunks = [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=result)]
     streamed = response_of([event for chunk in chunks for event in reply.parts(chunk)])
-    for response in (streamed, make_reply().whole([result])):
-        message, *calls = response["output"]
+    for response in (streamed, other.whole([result])):
+        thought, message, *calls = response["output"]
+        assert (thought["type"], thought["summary"]) == ("reasoning", [])
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, {}."}]
         assert message["content"][0]["text"] == "Let me see."
+        assert {each["status"] for each in response["output"]} == {"completed"}
         assert [(each["name"], each["arguments"]) for each in calls] == 2 * [
             ("look_up", '{"name": "Ada"}')
         ]
@@ -327,8 +316,7 @@ def test_an_item_may_be_referred_to(client: Any) -> None:
 
 def test_a_kept_response_is_shown_and_deleted(client: Any) -> None:
     whole = post(client, RESPONSES, **BODY)
-    reply = client.post(RESPONSES, json={**BODY, "stream": True})
-    streamed = typed_events(reply.text)[-1]["response"]
+    streamed = stream(client, RESPONSES, **BODY)[-1]["response"]
     for response in (whole, streamed):
         path = f"{RESPONSES}/{response['id']}"
         assert client.get(path).json() == response
@@ -428,8 +416,7 @@ def test_features_that_change_nothing_may_be_asked_for(client: Any) -> None:
 
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     with held(num_runs=2, timeout=0.4) as (_, client, _):
-        reply = client.post(RESPONSES, json={**BODY, "stream": True})
-        *parts, last = typed_events(reply.text)
+        *parts, last = stream(client, RESPONSES, **BODY)
     assert parts[0]["type"] == "response.created"
     assert (last["type"], last["code"], last["param"]) == ("error", "timeout", None)
     assert last["message"] == last["error"]["message"]

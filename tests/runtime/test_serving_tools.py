@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from served import CHAT, HELLO, post, served, stream, tool_engine
 from toy_backend import ByteTokenizer
 
 from spec_runtime import Chunk, GenerationResult, Stats
-from spec_runtime.requests.answer import AnswerForm, AnswerReader
+from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.serving.replies import TokenTexts
 from spec_runtime.serving.writers import ChatWriter
+from spec_runtime.text.thinking import Tags
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")
@@ -177,57 +177,21 @@ def test_formats_and_tools_that_are_none_are_refused(
     assert error["param"] == param
 
 
-CALL = '{"name": "look_up", "arguments": {"name": "Ada"}}'
-
-
-@pytest.mark.parametrize(
-    ("family", "text", "content", "num_calls"),
-    [
-        ("hermes", f"Let me see. <tool_call>\n{CALL}\n</tool_call>", "Let me see.", 1),
-        ("hermes", f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "", 2),
-        ("hermes", "a <tool_car> and <tool_call> are no calls <", None, 0),
-        ("smollm", f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", 2),
-        ("hermes", f"\n{CALL}\n", "", 1),
-        ("smollm", f"[ {CALL}]", "", 1),
-        ("hermes", '{"name": "Ada"}', None, 0),
-        ("hermes", f"<tool_call>{CALL.replace('look', 'dig')}</tool_call>", None, 0),
-        ("hermes", '{"arguments": {}, "name": "look_up"}', "", 1),
-        ("llama3", CALL.replace("arguments", "parameters"), "", 1),
-        ("llama3", "no call at all", None, 0),
-        ("mistral", f"Hm. [TOOL_CALLS][{CALL}]", "Hm.", 1),
-    ],
-)
-def test_calls_are_found_however_the_text_comes(
-    family: str, text: str, content: str | None, num_calls: int
-) -> None:
-    content = text if content is None else content
-    for size in (1, 2, 7, len(text)):
-        form = AnswerForm(family=family, tools=TOOLS)
-        reader = AnswerReader(form)
-        parts = [
-            part for i in range(0, len(text), size) for part in reader.push(text[i : i + size])
-        ]
-        if family == "hermes" and content.startswith(("a", "Let")):
-            assert parts, "text before a call does not wait for the end"
-        parts += reader.finish()
-        assert "".join(part.text for part in parts if part.kind == "text") == content
-        assert sum(part.kind == "call" for part in parts) == num_calls
-        only = replace(form, at_most=1).read(text)
-        assert len(only.calls) == min(1, num_calls)
-
-
-def test_a_streamed_call_follows_the_text_before_it() -> None:
-    texts = TokenTexts(ByteTokenizer(), frozenset())
-    writer = ChatWriter("toy", texts, lambda: AnswerForm(family="hermes", tools=TOOLS))
-    pieces = ["Let me", " see. <tool", f"_call>{CALL}", "</tool_call>"]
+def test_a_streamed_call_follows_the_thinking_and_the_text_before_it() -> None:
+    form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=TOOLS)
+    writer = ChatWriter("toy", TokenTexts(ByteTokenizer(), frozenset()), lambda: form)
+    called = '_call>{"name": "look_up", "arguments": {"name": "Ada"}}'
+    pieces = ["<think>\nHm", ".\n</think>\n\n", "Let me", " see. <tool", called, "</tool_call>"]
     choices = [choice for text in pieces for choice in writer.parts(0, Chunk(text=text))]
     whole = GenerationResult("".join(pieces), [1], "stop", Stats())
     choices += writer.parts(0, Chunk(text="", result=whole))
     deltas = [choice["delta"] for choice in choices]
-    assert [delta["content"] for delta in deltas[:3]] == ["", "Let me", " see."]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[1:3] == [{"reasoning_content": "Hm"}, {"reasoning_content": "."}]
+    assert deltas[3:5] == [{"content": "Let me"}, {"content": " see."}]
     (call,) = calls_of(deltas)
     assert call == {"name": "look_up", "arguments": '{"name": "Ada"}'}
     assert choices[-1]["finish_reason"] == "tool_calls"
     message = writer.whole(0, whole)["message"]
-    assert message["content"] == "Let me see."
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Let me see.")
     assert [each["function"] for each in message["tool_calls"]] == [call]

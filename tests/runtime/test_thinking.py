@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, post, served, stream
+from served import CHAT, HELLO, MESSAGES, PERSON, RESPONSES, post, served, stream
 from toy_engine import make_engine
 
 from spec_runtime import Chunk, Engine, GenerationResult, Stats
@@ -15,10 +15,6 @@ from spec_runtime.cli.generate import _without_thinking
 from spec_runtime.cli.options import template_kwargs
 from spec_runtime.requests.answer import AnswerForm, form_of
 from spec_runtime.requests.result import Piece
-from spec_runtime.serving.anthropic.replies import MessageReply
-from spec_runtime.serving.replies import TokenTexts
-from spec_runtime.serving.responses.replies import ResponseReply
-from spec_runtime.serving.writers import ChatWriter
 from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.thinking import Tags, ThinkingReader, tags_of
 
@@ -39,14 +35,7 @@ R1 = (
     "{{ content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
 EFFORT = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TAGS = Tags("<think>", "</think>")
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 4}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 
@@ -264,74 +253,6 @@ def test_an_effort_is_read_by_templates_that_have_it() -> None:
     assert body.template_kwargs(ChatTemplate(EFFORT)) == {"reasoning_effort": "low"}
     assert body.template_kwargs(ChatTemplate("{{ messages }}")) == {}
     assert body.template_kwargs(None) == {}
-
-
-# ---- replies ----
-
-SAID = "<think>\nHm, {}.\n</think>\n\nIt is."
-WHOLE = GenerationResult(SAID, [1], "stop", Stats(), form=AnswerForm(TAGS))
-
-
-def chunks(size: int) -> list[Chunk]:
-    pieces = [SAID[i : i + size] for i in range(0, len(SAID), size)]
-    return [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=WHOLE)]
-
-
-def form() -> AnswerForm:
-    return AnswerForm(TAGS)
-
-
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_chats_have_reasoning_content(size: int) -> None:
-    writer = ChatWriter("toy", TokenTexts(BpeTokenizer(), frozenset()), form)
-    deltas = [part["delta"] for chunk in chunks(size) for part in writer.parts(0, chunk)]
-    for key, expected in (("reasoning_content", "Hm, {}."), ("content", "It is.")):
-        assert "".join(delta.get(key, "") for delta in deltas) == expected
-        assert writer.whole(0, WHOLE)["message"][key] == expected
-
-
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_responses_have_reasoning_items(size: int) -> None:
-    kept: list[Any] = []
-    reply = ResponseReply("toy", {}, form, kept.append)
-    events = [event for chunk in chunks(size) for event in reply.parts(chunk)]
-    ResponseReply("toy", {}, form, kept.append).whole([WHOLE])
-    for response in kept:
-        thought, message = response["output"]
-        assert (thought["type"], thought["summary"]) == ("reasoning", [])
-        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, {}."}]
-        assert message["content"][0]["text"] == "It is."
-        assert thought["status"] == message["status"] == "completed"
-    deltas = [each for each in events if each["type"] == "response.reasoning_text.delta"]
-    assert "".join(each["delta"] for each in deltas) == "Hm, {}."
-    assert {each["item_id"] for each in deltas} == {kept[0]["output"][0]["id"]}
-    kinds = [each["type"].removeprefix("response.") for each in events]
-    order = ["reasoning_text.done", "content_part.done", "output_item.done", "output_item.added"]
-    at = kinds.index(order[0])
-    assert kinds[at : at + 4] == order
-    done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
-    assert done == kept[0]["output"]
-
-
-@pytest.mark.parametrize("size", [1, 5, 100])
-def test_messages_have_thinking_if_it_is_asked_for(size: int) -> None:
-    whole = MessageReply("toy", form).whole([WHOLE])
-    thought = {"type": "thinking", "thinking": "Hm, {}.", "signature": ""}
-    assert whole["content"] == [thought, {"type": "text", "text": "It is."}]
-    reply = MessageReply("toy", form)
-    events = [event for chunk in chunks(size) for event in reply.parts(chunk)]
-    deltas = [each["delta"] for each in events if each["type"] == "content_block_delta"]
-    assert "".join(each.get("thinking", "") for each in deltas) == "Hm, {}."
-    assert "".join(each.get("text", "") for each in deltas) == "It is."
-    starts = [each for each in events if each["type"] == "content_block_start"]
-    assert [(each["index"], each["content_block"]["type"]) for each in starts] == [
-        (0, "thinking"),
-        (1, "text"),
-    ]
-    hidden = MessageReply("toy", form, shows_thinking=False)
-    assert hidden.whole([WHOLE])["content"] == [{"type": "text", "text": "It is."}]
-    shown = [event for chunk in chunks(size) for event in hidden.parts(chunk)]
-    assert not any("thinking" in json.dumps(event) for event in shown)
 
 
 def test_what_is_thought_is_streamed_and_counted(client: Any) -> None:

@@ -22,7 +22,7 @@ from spec_runtime.constraints.tools import (
     forced_call,
     format_of_choice,
 )
-from spec_runtime.requests.call_reader import CallReader, joined, parse_calls
+from spec_runtime.requests.call_reader import CallReader, Part, joined, parse_calls
 from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.prompt import encode_prompt
 
@@ -62,6 +62,8 @@ ANSWERS: list[tuple[str, str, str | None, list[ToolCall]]] = [
     ("mistral", IDS, "", [ToolCall("a", "{}"), ToolCall("b", '{"c": 1}')]),
     ("mistral", "See [1] and [2].", None, []),
     ("hermes", TAGGED[0], "", [WEATHER]),
+    ("hermes", "a <tool_car> and <tool_call> are no calls <", None, []),
+    ("hermes", '{"arguments": {}, "name": "f"}', "", [ToolCall("f", "{}")]),
     ("hermes", "\n".join(TAGGED), "", BOTH),
     (
         "hermes",
@@ -115,22 +117,31 @@ def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
     ):
         expected = (text, []) if content is None else (content, [WEATHER])
         assert parse_calls(text, family, offered) == expected
+        parts, rest = parts_of(CallReader(family, offered), text, 1)
+        assert joined(parts + rest) == expected
     assert parse_calls("\n".join(TAGGED), "hermes", offered) == (TAGGED[1], [WEATHER])
     with pytest.raises(ValueError, match="got tools 'now', expected a list of functions"):
         parse_calls("", "hermes", "now")
+
+
+def parts_of(reader: CallReader, text: str, size: int) -> tuple[list[Part], list[Part]]:
+    """Returns the parts that come with the pieces of an answer, and those at its end."""
+    parts = [part for i in range(0, len(text), size) for part in reader.push(text[i : i + size])]
+    return parts, reader.push("", is_end=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 def test_streams_give_the_same_calls_piece_by_piece(size: int) -> None:
     for family, text, content, calls in ANSWERS:
         reader = CallReader(family)
-        pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
-        pieces.append(reader.finish())
-        parts = [part for piece in pieces for part in piece]
-        assert joined(parts) == (text if content is None else content, calls), text
+        parts, rest = parts_of(reader, text, size)
+        assert joined(parts + rest) == (text if content is None else content, calls), text
         assert not reader.is_cut
-        if size == 1 and calls and '"arguments": "' not in text:
-            begun = sum(part.kind == "call" for piece in pieces[:-1] for part in piece)
+        only, rest = parts_of(CallReader(family, at_most=1), text, size)
+        assert joined(only + rest)[1] == calls[:1], text
+        is_read_whole = '"arguments": "' in text or text.startswith('{"arguments"')
+        if size == 1 and calls and not is_read_whole:
+            begun = sum(part.kind == "call" for part in parts)
             assert begun == len(calls), "a call waits for the end"
             assert max(len(part.text) for part in parts if part.kind == "arguments") == 1
 
@@ -139,13 +150,12 @@ def test_a_stream_that_breaks_off_within_a_call_says_so() -> None:
     begun = '<tool_call>{"name": "f", "arguments": {"a": "b}'
     for text, arguments in ((begun, '{"a": "b}'), (f"{begun}\\", '{"a": "b}\\')):
         reader = CallReader("hermes")
-        parts = [part for letter in text for part in reader.push(letter)]
-        parts += reader.finish()
-        assert joined(parts) == ("", [ToolCall("f", arguments)])
+        parts, rest = parts_of(reader, text, 1)
+        assert joined(parts + rest) == ("", [ToolCall("f", arguments)])
         assert reader.is_cut
     reader = CallReader("hermes")
-    parts = reader.push("""<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call> Oh.""")
-    assert joined([*parts, *reader.finish()]) == ("Oh.", [ToolCall("f", "{'a': 1}")])
+    text = """<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call> Oh."""
+    assert joined(reader.push(text, is_end=True)) == ("Oh.", [ToolCall("f", "{'a': 1}")])
     assert reader.is_cut
 
 

@@ -73,10 +73,7 @@ class MessageReply:
         """Yields the events for one chunk of the answer; the last chunk's end the message."""
         if self._reader is None:
             self._reader = self._get_form().reader()
-        parts = self._reader.push(chunk.text)
-        if chunk.result is not None:
-            parts += self._reader.finish()
-        for part in parts:
+        for part in self._reader.push(chunk.text, chunk.result is not None):
             if part.kind != "thinking" or self._shows_thinking:
                 yield from self._events_of(part)
         if chunk.result is None:

@@ -18,7 +18,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 from spec_runtime.serving.errors import NO_THREADS
 from spec_runtime.serving.ignored import Tolerant
-from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole
+from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole, has
 
 Object = dict[str, Any]
 # The blocks that may stand in a message of each role.
@@ -251,13 +251,13 @@ def _check_block(block: Object, allowed: tuple[str, ...], place: str) -> None:
             f"{', '.join(allowed)}: send what it shows or says in a block of text",
             param="messages",
         )
-    wrong = {
-        "text": not isinstance(block.get("text"), str),
-        "tool_use": not _is_call(block),
-        "tool_result": not isinstance(block.get("tool_use_id"), str),
-        "thinking": not isinstance(block.get("thinking"), str),
+    is_right = {
+        "text": has(block, "text"),
+        "tool_use": has(block, "id", "name") and isinstance(block.get("input"), Mapping),
+        "tool_result": has(block, "tool_use_id"),
+        "thinking": has(block, "thinking"),
     }
-    if wrong.get(kind):
+    if not is_right.get(kind, True):
         raise UserError(
             f"got {brief(repr(block), 120)} in {place}, expected a text block with a text, "
             "thinking with its text, a tool_use with id, name and an object as input, or a "
@@ -273,11 +273,6 @@ def _check_block(block: Object, allowed: tuple[str, ...], place: str) -> None:
                 param="messages",
             )
         _blocks(result, "system", f"{place}.content")
-
-
-def _is_call(block: Object) -> bool:
-    is_named = all(isinstance(block.get(key), str) for key in ("id", "name"))
-    return is_named and isinstance(block.get("input"), Mapping)
 
 
 def _text_of(blocks: list[Object]) -> str:

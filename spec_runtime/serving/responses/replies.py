@@ -47,6 +47,7 @@ class ResponseReply:
         self._reader: AnswerReader | None = None
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
+        self._has_calls = False
         self._num_events = 0
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
@@ -71,18 +72,13 @@ class ResponseReply:
             begun["incomplete_details"] = None
             yield self._event("created", response=begun)
             yield self._event("in_progress", response=begun)
-        parts = self._reader.push(chunk.text)
-        if chunk.result is not None:
-            parts += self._reader.finish()
-        for part in parts:
+        for part in self._reader.push(chunk.text, chunk.result is not None):
             yield from self._events_of(part)
         if chunk.result is None:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
             yield from self._begin(_Item("text"))
-        has_calls = any(item["type"] == "function_call" for item in self._output)
-        has_calls = has_calls or (self._item is not None and self._item.kind == "call")
-        is_whole = has_calls and not self._reader.is_cut
+        is_whole = self._has_calls and not self._reader.is_cut
         is_cut = chunk.result.finish_reason == "length" and not is_whole
         yield from self._end("incomplete" if is_cut else "completed")
         response = self._finished(chunk.result, is_cut)
@@ -102,6 +98,7 @@ class ResponseReply:
 
     def _begin(self, item: _Item) -> Iterator[Object]:
         self._item = item
+        self._has_calls = self._has_calls or item.kind == "call"
         begun = item.written("in_progress")
         if item.kind != "call":
             begun["content"] = []

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 from spec_runtime.serving.ignored import Tolerant
-from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole
+from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole, has
 
 Object = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -106,7 +106,7 @@ class ResponsesRequest(Tolerant):
     def with_items(self, find: Callable[[str], Object]) -> ResponsesRequest:
         """Returns the request with the items that it refers to, which `find` finds by their ids."""
         items = [
-            find(item["id"]) if item.get("type") == "item_reference" and _has(item, "id") else item
+            find(item["id"]) if item.get("type") == "item_reference" and has(item, "id") else item
             for item in self.items
         ]
         return self.model_copy(update={"input": items})
@@ -166,13 +166,13 @@ def messages_of(items: Sequence[Object]) -> list[Object]:
         place = f"item {number} of the conversation"
         if kind == "message" and item.get("role") in ROLES:
             found.append({"role": item["role"], "content": _text_of(item.get("content"), place)})
-        elif kind == "function_call" and _has(item, "call_id", "name", "arguments"):
+        elif kind == "function_call" and has(item, "call_id", "name", "arguments"):
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             found[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output" and _has(item, "call_id"):
+        elif kind == "function_call_output" and has(item, "call_id"):
             text = _text_of(item.get("output"), place)
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "reasoning":
@@ -194,11 +194,7 @@ def messages_of(items: Sequence[Object]) -> list[Object]:
 def _thinking_of(item: Object) -> str:
     """Returns what a model of this server thought; an item of another one's has no text."""
     parts = item.get("content") or ()
-    return "".join(part["text"] for part in parts if isinstance(part, dict) and _has(part, "text"))
-
-
-def _has(item: Object, *names: str) -> bool:
-    return all(isinstance(item.get(name), str) for name in names)
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and has(part, "text"))
 
 
 def _text_of(content: Any, place: str) -> str:
@@ -207,7 +203,7 @@ def _text_of(content: Any, place: str) -> str:
         return content
     texts = []
     for part in content if isinstance(content, list) else [content]:
-        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and _has(part, "text")
+        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and has(part, "text")
         if not is_text:
             raise UserError(
                 f"got content {brief(repr(part), 80)} in {place}, expected a text or parts of type "
