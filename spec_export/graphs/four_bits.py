@@ -33,19 +33,19 @@ class Form:
 
 
 def form_of(rows_NK: np.ndarray, size: int = BLOCK) -> Form:
-    """Returns the form of these rows, f32[N, K]: zero points with the largest blocks that hold them
-    exactly; else minima, where these hold them far better; else zero points in blocks of at most
-    `size`."""
+    """Returns the form of these rows, f32[N, K]: zero points with the largest blocks that hold all
+    of them exactly, or nearly all and minima no better; else minima, where these hold them far
+    better; else zero points in blocks of at most `size`."""
     rows_NK = rows_NK[:LOOKED_AT]
     sizes = [each for each in BLOCKS if rows_NK.shape[1] % each == 0]
-    for each in sizes:
-        if _on_zero_points(_in_blocks(rows_NK, each))[2].mean() >= NEARLY_ALL:
-            return Form(False, each)
-    with_minima = unpack_minima(pack_minima(rows_NK)) - rows_NK
-    without = unpack_zero_points(pack_zero_points(rows_NK, BLOCK)) - rows_NK
-    if np.linalg.norm(with_minima) < FAR_BETTER * np.linalg.norm(without):
-        return Form(True)
-    return Form(False, next(each for each in sizes if each <= size))
+    share_of = {each: _on_zero_points(_in_blocks(rows_NK, each))[2].mean() for each in sizes}
+    held = next((each for each in sizes if share_of[each] >= NEARLY_ALL), None)
+    if held is None or share_of[held] < 1:
+        with_minima = unpack_minima(pack_minima(rows_NK)) - rows_NK
+        without = unpack_zero_points(pack_zero_points(rows_NK, held or BLOCK)) - rows_NK
+        if np.linalg.norm(with_minima) < FAR_BETTER * np.linalg.norm(without):
+            return Form(True)
+    return Form(False, held or next(each for each in sizes if each <= size))
 
 
 def pack_minima(rows_NK: np.ndarray) -> Arrays:

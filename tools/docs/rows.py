@@ -100,10 +100,15 @@ def by_nodes(_: str) -> list[Row]:
     return [*rows, {"key": "*verify, ms*", "across": verify}]
 
 
-def rivals(precision: str) -> list[Row]:
-    """Returns a row for each engine and mode, with its figures by context."""
+def rivals(which: str) -> list[Row]:
+    """Returns a row for each engine and mode, with its figures by context.
+
+    `which` is a precision, for the demo, or another model's name in front of it: "qwen int8".
+    """
+    model, _, precision = which.rpartition(" ")
+    file = f"rivals-{model}" if model else "rivals"
     rows: dict[str, Row] = {}
-    for context, contenders in load("rivals")["precisions"][precision].items():
+    for context, contenders in load(file)["precisions"][precision].items():
         for name, each in contenders.items():
             row = rows.setdefault(name, {"key": name, "weights": each["weights"], "across": {}})
             row["across"][context] = each

@@ -119,7 +119,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         contest = race.Race(precision, race_contexts, args.rounds, args.max_new_tokens)
         rivals = [rival for rival in RIVALS if rival.name in args.rival]
         others, failed = enter(rivals, precision, files, options)
-        contenders = [*field.ours(args.bundles / precision, precision, options), *others]
+        own = field.ours(args.bundles / precision, precision, options, args.model is None)
+        contenders = [*own, *others]
         names = [each.name for each in contenders]
         if not race.is_over(contest, names, journal):
             run_race = functools.partial(race.run, contest, journal=journal, announce=say)

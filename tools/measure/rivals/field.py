@@ -142,7 +142,7 @@ OUR_MODES: dict[str, tuple[str | None, bool | None]] = {
     "drafter": (None, False),
     "drafter + lookup": (None, True),
 }
-# A bundle's int4 holds a Q4_1 file's values as they are; its int8 has one scale a row.
+# The demo's int4 holds a Q4_1 file's values as they are; int8 has one scale a row.
 OUR_WEIGHTS = {"fp32": FLOAT32, "int8": "int8, a scale a row", "int4": "Q4_1"}
 
 # What is measured by nobody, and why: engine, what of it, reason.
@@ -231,15 +231,16 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
     ]
 
 
-def ours(bundle: Path, precision: str, options: Options) -> list[Contender]:
+def ours(bundle: Path, precision: str, options: Options, is_demo: bool = True) -> list[Contender]:
     """Returns a contender for each of our modes; their workers run under this interpreter."""
     command = (sys.executable, str(WORKERS / "ours_worker.py"))
+    weights = OUR_WEIGHTS[precision] if is_demo or precision != "int4" else "int4, zero points"
     return [
         Contender(
             f"{OURS}, {mode}",
             OURS,
             mode,
-            OUR_WEIGHTS[precision],
+            weights,
             command,
             {
                 **common(options),
