@@ -28,7 +28,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(diagram|math)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MEASURED = re.compile(r"^Measured: .*?commit `(\w+)`", re.MULTILINE)
+MEASURED = re.compile(
+    r"^Measured: `\S*?(?P<name>[\w-]+)\.json`.*?commit `(?P<commit>\w+)`", re.MULTILINE
+)
 FIGURES = re.compile(r"<!-- /?figures[^>]*-->")
 INCLUDE = re.compile(r"<!-- include: (\S+) -->")
 
@@ -63,7 +65,7 @@ def _options(marker: re.Match[str]) -> str:
 
 def _with_age(measured: re.Match[str]) -> str:
     """Says how much the code has changed since figures were measured."""
-    commits = ages.commits_since(measured[1])
+    commits = ages.commits_since(measured["commit"], measured["name"])
     ago = f", {commits} commits of the packages ago" if commits else ""
     return measured[0] + ago
 
