@@ -106,7 +106,7 @@ def test_data_path_on_the_command_line_starts_from_the_working_folder(
     ("old", "new", "message"),
     [
         ("lr = 1e-5", "learning_rate = 1", "unknown key 'learning_rate'; expected keys batch_tok"),
-        ("[train]", "[trian]", "unknown key 'trian'; expected keys target, drafter, data"),
+        ("[train]", "[trian]", r"unknown key 'trian' \(meant: train\); expected keys target"),
         (EPOCHS, "", "neither epochs nor max_steps"),
         (EPOCHS, "max_minutes = 0.0", "max_minutes: got float 0.0, expected more than 0 or absent"),
         (EPOCHS, "max_minutes = 5\nwarmup = 0.1", "0.1 of an unknown number of steps"),
