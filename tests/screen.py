@@ -105,9 +105,10 @@ class Screen:
 def screen(program: str, *words: object, **env: str) -> Iterator[Screen]:
     """Runs Python's `program` with these words on a terminal of 40 lines, whose signals it gets."""
     master, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
-    environment.pop("NO_COLOR", None)
+    for name in ("NO_COLOR", "COLUMNS"):  # the latter of pytest's processes
+        environment.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-c", program, *map(str, words)],
         stdin=theirs,

@@ -157,7 +157,7 @@ def test_a_bundle_names_its_tree() -> None:
         ({"template": 3}, "got tree '3'"),
         ({"template": "chain:2", "paths": [[0]]}, "got trees paths and template, expected one"),
         ({"template": "cartesian:11"}, "ranks below its top_k, 10"),
-        ({"templates": "chain:2"}, "trees: got unknown key 'templates'; expected keys max_nodes"),
+        ({"templates": "chain:2"}, r"trees: got unknown key 'templates' \(meant: template\)"),
     ],
 )
 def test_a_bundle_with_a_bad_tree(trees: dict[str, Any], why: str) -> None:
