@@ -8,9 +8,8 @@ Each family of models writes calls in its own way:
 - phi (Phi-4): `<|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>`, `functools[…]`;
 - smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
 
-Markers in brackets or bars, and some models' tags, are special tokens, which an answer's text does
-not show, so that bare calls are read too. Anything but a whole, valid call stays text: a broken
-answer is no error.
+An answer is forced to one of these; of a model left free each of them is read, bare ones, and those
+of call_forms.py. Anything but a whole, valid call stays text: a broken answer is no error.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from spec_runtime.constraints.call_forms import NAME
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief, parse_json
 
@@ -31,7 +31,6 @@ class ToolCall(NamedTuple):
     arguments_json: str
 
 
-NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
 _OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
 FAMILIES = ("llama3", "mistral", "hermes", "phi", "smollm")
 # What a family's chat template is known by.

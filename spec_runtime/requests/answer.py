@@ -109,14 +109,12 @@ def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> 
     if template is None:
         return AnswerForm()
     form = AnswerForm(family=template.tool_family, tools=tools)
-    ids = None if template.tags is None else [_id_of(codec, tag) for tag in template.tags]
-    if ids is None or not all(codec.decode([each]) for each in ids if each is not None):
-        return form  # special tokens, of which an answer's text shows nothing
+    if template.tags is None:
+        return form
     form = replace(form, tags=template.tags)
     end = codec.spelled(prompt[-MAX_OPENING:]).rstrip()
-    opening, closing = ids
+    opening, closing = (_id_of(codec, tag) for tag in template.tags)
     if opening is None or closing is None:
-        assert template.tags is not None
         return replace(form, is_begun=end.endswith(template.tags.opening))
     is_begun = _last(prompt, opening) > _last(prompt, closing)
     before = template.opening.rstrip()

@@ -1,7 +1,7 @@
 """Finds tool calls in answers as models write them, and hands their arguments on as they come.
 
-The forms are those of constraints/tools.py, whatever the model's family: after a marker, in a
-fenced block, or bare where an answer begins or after another call.
+A call is read whatever the model's family: after a mark of constraints/call_forms.py, in a fenced
+block, or bare where an answer begins or after another call.
 """
 
 from __future__ import annotations
@@ -11,13 +11,24 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from spec_runtime.constraints.tools import NAME, ToolCall, checked_tools, require_family
+from spec_runtime.constraints.call_forms import (
+    CLOSINGS,
+    FORMS,
+    MISTRAL,
+    OPENINGS,
+    WRAPPERS,
+    Parameters,
+    after_wrappers,
+    read_pieces,
+    typed,
+)
+from spec_runtime.constraints.tools import ToolCall, checked_tools, require_family
 from spec_runtime.text.messages import Tools
 from spec_runtime.text.stream import overlap
 
-_MARKERS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>", "functools", "```")
-_MARKER = re.compile("|".join([*map(re.escape, _MARKERS[:-1]), r"```\w*"]))
-_CLOSINGS = ("</tool_call>", "<|/tool_call|>", "[/TOOL_CALLS]")
+_MARKERS = (*OPENINGS, "```")
+_RUN = rf"(?:(?:{'|'.join(map(re.escape, WRAPPERS))})\s*)+"
+_MARKER = re.compile("|".join([_RUN, *map(re.escape, OPENINGS), r"```\w*"]))
 _SPACE = re.compile(r"\s*")
 
 # The beginning of a call: `{"name": "f", "arguments": `, with further keys before.
@@ -26,13 +37,12 @@ _BEGUN_KEY = re.compile(r'\s*(?:"\w*(?:"\s*(?::\s*)?)?)?\Z')
 _STRING = r'"(?:[^"\\]|\\.)*'
 _VALUE = re.compile(rf'\s*({_STRING}"|[\w.+-]+)\s*([,}}])')
 _BEGUN_VALUE = re.compile(rf'\s*(?:{_STRING}(?:\\|"\s*)?|[\w.+-]*\s*)\Z')
-_NAMED = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?={{)")
-_BEGUN_NAMED = re.compile(rf"({NAME.pattern})(?:\[[\w\]\[]*)?\s*\Z")
+_NAME_KEYS = ("name", "tool_name")
 _MAX_HEAD = 1000  # characters of that beginning
 
 # What stands between two calls: the rest of the first one's object, separators, closing marks.
 _MEMBER = rf',\s*"\w+"\s*:\s*(?:{_STRING}"|[\w.+-]+)(?=\s*[,}}])'
-_BETWEEN = re.compile(rf"(?:{_MEMBER}|[\s,;}}\]]|{'|'.join(map(re.escape, _CLOSINGS))})*")
+_BETWEEN = re.compile(rf"(?:{_MEMBER}|[\s,;}}\]]|{'|'.join(map(re.escape, CLOSINGS))})*")
 _BEGUN_MEMBER = re.compile(rf'"\w*(?:"\s*(?::\s*(?:{_STRING}(?:\\|"\s*)?|[\w.+-]*)?)?)?\Z')
 _BRACKET = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
@@ -46,13 +56,15 @@ class Part(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Holds where the object of a call begins, its name, where its arguments begin, and how deep
-    inside the object that is. Without a name the object has to be read to its end first."""
+    """Holds where the object of a call begins, its name, where its arguments begin, how deep inside
+    the object that is, and how they are written if they are no JSON. Without a name the object has
+    to be read to its end first."""
 
     begin: int
     name: str | None
     arguments: int
-    depth: int
+    depth: int = 0
+    parameters: Parameters | None = None
 
 
 def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[ToolCall]]:
@@ -100,9 +112,10 @@ class CallReader:
         require_family(family)
         self.is_cut = False  # whether the last call's arguments are no whole JSON object
         self._is_named = family == "mistral"  # whose calls may be names before their arguments
-        self._names: set[str] | None = None
+        self._schemas: dict[str, Any] | None = None  # of the tools' parameters
         if tools is not None:
-            self._names = {tool["function"]["name"] for tool in checked_tools(tools)}
+            functions = [tool["function"] for tool in checked_tools(tools)]
+            self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
         self._at_most, self._streams = at_most, streams
         self._text = ""
         self._at = 0  # up to here it is read
@@ -112,8 +125,11 @@ class CallReader:
         self._is_fenced = False  # whether the last call stands in a fenced block
         self._has_text = self._follows_call = False
         self._num_calls = 0
-        self._head = _Head(0, None, 0, 0)  # of the call on its way
+        self._head = _Head(0, None, 0)  # of the call on its way
         self._depth, self._is_string = 0, False  # where `_at` is inside of it
+        self._values: list[str] = []  # its parameters so far, as parts of a JSON object
+        self._searched = 0  # up to here the value on its way does not end
+        self._num_given = 0  # characters of its arguments that are given out
         self._parts: list[Part] = []
         self._step: Callable[[], bool] = self._read_text
 
@@ -144,8 +160,7 @@ class CallReader:
             if head:
                 return self._begin_call(begin, head)
         for found in _MARKER.finditer(text, self._at):
-            is_named = self._is_named and found[0] == "[TOOL_CALLS]"
-            head = self._head_at(found.end(), is_named)
+            head = self._head_at(found.end() if found[0][0] == "`" else found.start())
             if head is False:
                 continue
             self._at = found.start()
@@ -163,7 +178,7 @@ class CallReader:
         if self._is_fenced and text.startswith("```", at):
             self._is_fenced, self._at = False, at + 3
             return True
-        marks = (*_CLOSINGS, *(["```"] if self._is_fenced else []))
+        marks = (*CLOSINGS, *(["```"] if self._is_fenced else []))
         rest = text[at : at + _MAX_HEAD]
         if any(mark.startswith(rest) for mark in marks):  # also where nothing is left
             self._sent = len(text)
@@ -181,21 +196,24 @@ class CallReader:
 
     def _read_call(self) -> bool:
         """Reads the arguments of a call whose name is known, or else its whole object."""
-        head, is_whole = self._head, self._find_end()
+        head = self._head
+        is_whole = self._find_end() if head.parameters is None else self._read_parameters()
+        arguments = self._arguments + "}" * (is_whole is True and head.parameters is not None)
         is_out = self._streams and head.name is not None and self._is_wanted
         if is_out:
-            self._give("arguments", self._text[self._sent : self._at])
-            self._sent = self._at
+            self._give("arguments", arguments[self._num_given :])
+            self._sent, self._num_given = self._at, len(arguments)
         if not is_whole:
-            if not self._is_end:
-                return False
-            self.is_cut = is_out
-            self._at, self._step = len(self._text), self._read_text
+            if is_whole is False:
+                if not self._is_end:
+                    return False
+                self._at = len(self._text)
+                self._sent = self._at if is_out else self._sent
+            self.is_cut, self._step = is_out, self._read_text
             return True
         if head.name is None:
-            call = _call(_parsed(self._text[head.begin : self._at]))
+            call = _call(_parsed(arguments))
         else:
-            arguments = self._text[head.arguments : self._at]
             is_object = isinstance(_parsed(arguments), dict)
             call = ToolCall(head.name, arguments) if is_object else None
         if is_out:
@@ -212,9 +230,10 @@ class CallReader:
 
     def _begin_call(self, begin: int, head: _Head) -> bool:
         self._release(begin)
-        self._is_fenced = self._is_fenced or self._text.startswith("```", begin)
+        self._is_fenced = self._is_fenced or "```" in self._text[begin : head.arguments]
         self._head, self._depth, self._is_string = head, head.depth, False
-        self._at = head.arguments
+        self._values, self._num_given = [], 0
+        self._at = self._searched = head.arguments
         if self._streams and head.name is not None and self._is_wanted:
             self._give("call", head.name)
             self._sent = self._at
@@ -223,17 +242,39 @@ class CallReader:
 
     # ---- looking ahead ----
 
-    def _head_at(self, at: int, is_named: bool) -> _Head | bool:
+    def _head_at(self, at: int, is_named: bool = False) -> _Head | bool:
         """Returns the beginning of a call that stands here, False if there is none, and True if
-        there may be one once more has come."""
-        text, at = self._text, self._after_space(at)
+        there may be one once more has come. If it `is_named`, no mark has to stand before a name,
+        as in Mistral's form."""
+        text, after = self._text, after_wrappers(self._text, at)
+        rest = text[after : after + _MAX_HEAD]
+        if any(mark.startswith(rest) for mark in _MARKERS):  # also where nothing is left
+            return not self._is_end
+        found = self._object_at(after)
+        if found is not False:
+            return found
+        may_come = False
+        for form in FORMS:
+            start = text.rfind(str(form.head[0]), at, after)
+            pieces, start = form.head, after if start < 0 else start
+            if is_named and form is MISTRAL:
+                pieces, start = form.head[1:], after
+            read = read_pieces(pieces, text, start, self._may_be_known)
+            if not isinstance(read, bool):
+                return _Head(start, *read, parameters=form.parameters)
+            may_come = may_come or read
+        return may_come and not self._is_end
+
+    def _object_at(self, at: int) -> _Head | bool:
+        """Does what `_head_at` does for a call that is an object, or the first one of a list."""
+        text = self._text
         if text.startswith("[", at):
             at = self._after_space(at + 1)
         begin, name, depth = at, None, 1
         if at == len(text):
             return not self._is_end
         if not text.startswith("{", at):
-            return self._named_at(at) if is_named else False
+            return False
         at += 1
         while at - begin < _MAX_HEAD:
             key = _KEY.match(text, at)
@@ -243,16 +284,16 @@ class CallReader:
             if key[1] in ("arguments", "parameters"):
                 if name is not None and text[at] == "{":
                     return _Head(begin, name, at, depth)
-                return _Head(begin, None, begin, 0)
+                return _Head(begin, None, begin)
             if key[1] == "function" and text[at] == "{":
                 at, depth = at + 1, depth + 1
                 continue
             value = _VALUE.match(text, at)
-            if key[1] not in ("name", "type", "id"):
+            if key[1] not in (*_NAME_KEYS, "type", "id", "tool_call_id"):
                 return False
             if value is None:
                 return _BEGUN_VALUE.match(text, at) is not None and not self._is_end
-            if key[1] == "name":
+            if key[1] in _NAME_KEYS:
                 name = _parsed(value[1])
                 if not self._is_known(name):
                     return False
@@ -261,16 +302,52 @@ class CallReader:
             at = value.end()
         return False
 
-    def _named_at(self, at: int) -> _Head | bool:
-        """Does what `_head_at` does for a name before its arguments, as Mistral's."""
-        found = _NAMED.match(self._text, at)
-        if found is not None:
-            is_known = self._is_known(found[1])
-            return _Head(at, found[1], found.end(), 0) if is_known else False
-        begun = _BEGUN_NAMED.match(self._text, at)
-        if begun is None or self._is_end:
-            return False
-        return self._names is None or any(name.startswith(begun[1]) for name in self._names)
+    def _read_parameters(self) -> bool | None:
+        """Reads the parameters that are whole and moves `_at` after them. Returns True at the end
+        of the call, False if more has to come, and None for what is no parameter."""
+        text, form, schema = self._text, self._head.parameters, self._schema
+        assert form is not None
+        properties = schema.get("properties")
+        while True:
+            at = self._after_space(self._at)
+            for end in form.ends:
+                if text.startswith(end, at):
+                    self._at = at + len(end)
+                    return True
+            opened = read_pieces(form.opening, text, at, lambda key, is_begun: True)
+            if isinstance(opened, bool):
+                may_come = opened or any(end.startswith(text[at:]) for end in form.ends)
+                return False if may_come else None
+            key, begin = opened
+            end_of_value = self._end_of_value(form, begin)
+            if end_of_value is None:
+                return False
+            value = text[begin:end_of_value]
+            if form.has_lines:
+                value = value.removeprefix("\n").removesuffix("\n")
+            own = properties.get(key) if isinstance(properties, dict) else None
+            texts = (
+                json.dumps(each, ensure_ascii=False) for each in (key, typed(value, own, schema))
+            )
+            self._values.append(": ".join(texts))
+            self._at = end_of_value + len(form.closing)
+
+    def _end_of_value(self, form: Parameters, begin: int) -> int | None:
+        """Returns where the value ends that begins there, None if that has still to come: before
+        a closing tag that another parameter, or the end of the call, follows."""
+        text, next_ones = self._text, (str(form.opening[0]), *form.ends)
+        start = max(begin, self._searched)
+        while (at := text.find(form.closing, start)) >= 0:
+            start = at + len(form.closing)
+            after = self._after_space(start)
+            if text.startswith(next_ones, after):
+                return at
+            rest = text[after : after + _MAX_HEAD]
+            if any(each.startswith(rest) for each in next_ones):
+                self._searched = at
+                return None
+        self._searched = max(begin, len(text) - len(form.closing) + 1)
+        return None
 
     def _find_end(self) -> bool:
         """Moves `_at` to the end of the arguments, or of the object, and returns True; to the end
@@ -305,7 +382,25 @@ class CallReader:
         return self._at_most is None or self._num_calls < self._at_most
 
     def _is_known(self, name: object) -> bool:
-        return isinstance(name, str) and (self._names is None or name in self._names)
+        return isinstance(name, str) and (self._schemas is None or name in self._schemas)
+
+    def _may_be_known(self, name: str, is_begun: bool) -> bool:
+        """Says whether a name is that of a tool, or, if it is only begun, may become one."""
+        is_part = is_begun and any(each.startswith(name) for each in self._schemas or ())
+        return is_part or self._is_known(name)
+
+    @property
+    def _schema(self) -> dict[str, Any]:
+        """Returns the schema of the parameters of the call on its way."""
+        return (self._schemas or {}).get(self._head.name or "", {})
+
+    @property
+    def _arguments(self) -> str:
+        """Returns the arguments of the call on its way, as far as they are read."""
+        head = self._head
+        if head.parameters is None:
+            return self._text[head.arguments : self._at]
+        return "{" + ", ".join(self._values)
 
     def _give(self, kind: Literal["text", "call", "arguments"], text: str) -> None:
         if text:
@@ -337,7 +432,8 @@ def _call(value: Any) -> ToolCall | None:
         return None
     if isinstance(value.get("function"), dict):
         value = value["function"]
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    name = next((value[key] for key in _NAME_KEYS if key in value), None)
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # JSON inside JSON
         arguments = _parsed(arguments or "{}")
         arguments = False if arguments is None else arguments

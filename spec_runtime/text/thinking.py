@@ -15,13 +15,19 @@ class Tags(NamedTuple):
     closing: str
 
 
-_KNOWN = (Tags("<think>", "</think>"), Tags("<seed:think>", "</seed:think>"))
+TAGS = (
+    Tags("<think>", "</think>"),
+    Tags("<seed:think>", "</seed:think>"),
+    Tags("[THINK]", "[/THINK]"),  # Magistral
+    Tags("<|START_THINKING|>", "<|END_THINKING|>"),  # Command R7B
+    Tags("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
+)
 
 
 def tags_of(chat_template: str) -> Tags | None:
     """Returns the tags of the models of a chat template, which reads them in earlier answers or
     writes them before a new one; None for models that do not think."""
-    return next((tags for tags in _KNOWN if tags.closing in chat_template), None)
+    return next((tags for tags in TAGS if tags.closing in chat_template), None)
 
 
 class ThinkingReader:

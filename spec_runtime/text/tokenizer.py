@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, TokenizerInfo
 from spec_runtime.constraints.base import Matcher
+from spec_runtime.constraints.call_forms import MARKS
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.control_tokens import MARK, ControlTokens
 from spec_runtime.text.messages import require_characters
+from spec_runtime.text.thinking import TAGS
 from spec_runtime.waiting.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -97,6 +100,10 @@ class Tokenizer:
             path = bundle.path / info.chat_template
             source = _read_template(path)
             self.template = _open_template(path, source, self._special_tokens(info))
+            # Marks of calls and of thinking are read in an answer's text: none may be hidden there.
+            marks = {*MARKS, *itertools.chain.from_iterable(TAGS)}
+            written = [mark for mark in marks if mark in source]
+            self._tokenizer = tokenizer_file.showing(self._tokenizer, written)
         self._controls = ControlTokens(self._tokenizer, info.file, source)
 
     def _special_tokens(self, info: TokenizerInfo) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,18 @@ def open_tokenizer(path: Path) -> Any:
                 f"expected at most {MAX_GROWTH} times; build it again"
             )
     return tokenizer
+
+
+def showing(tokenizer: Any, names: Collection[str]) -> Any:
+    """Returns a `tokenizers.Tokenizer` that shows the special tokens of these names in its texts,
+    as it shows other added tokens."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in names for token in added):
+        return tokenizer
+    state = json.loads(tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in names
+    return type(tokenizer).from_str(json.dumps(state))
 
 
 @contextmanager

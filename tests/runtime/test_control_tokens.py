@@ -11,6 +11,8 @@ import pytest
 from toy_bundle import write_bundle
 
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.constraints.tools import ToolCall
+from spec_runtime.requests.answer import form_of
 from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.control_tokens import FENCE, MARK, MAX_DEPTH
 from spec_runtime.text.prompt import encode_prompt
@@ -38,6 +40,12 @@ MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
     "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
+MAGISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}[THINK]{{ m.thinking }}[/THINK]"
+    "{{ m.content }}{% for call in m.tool_calls or () %}[TOOL_CALLS]{{ call.name }}[ARGS]"
+    "{{ call.arguments }}{% endfor %}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+)
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "<|assistant|>\n"
@@ -59,6 +67,12 @@ FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {
     ),
     "mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], [], "first"),
     "mistral of old": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], [], "prepend"),
+    "magistral": (
+        MAGISTRAL,
+        ["<s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "</s>"],
+        [],
+        "bytes",
+    ),
     "phi3": (PHI3, ["<|user|>", "<|assistant|>", "<|end|>"], [], "always"),
 }
 
@@ -273,3 +287,14 @@ def test_a_message_is_not_nested_without_end(opened: Opened) -> None:
     message = {"role": "assistant", "content": None, "tool_calls": deep}
     with pytest.raises(ValueError, match="nested deeper than 64"):
         encode_prompt(opened("chatml"), [message], False, None)
+
+
+def test_an_answer_shows_its_marks(opened: Opened) -> None:
+    """Those of thinking and of calls, although they are special tokens, and no others."""
+    tokenizer = opened("magistral")
+    text = "[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]now[ARGS]{}"
+    assert tokenizer.decode(tokenizer.encode(f"<s>{text}[INST]</s>", False)) == text
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    form = form_of(tokenizer, tokenizer.encode("<s>[INST]a[/INST]", False), tools)
+    assert form.read(text) == ("Hm.", "Yes.", [ToolCall("now", "{}")])
+    assert opened("qwen3").decode([0, 1]) == ""

@@ -4,7 +4,9 @@ model; what is not a whole call stays text."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +105,100 @@ def test_calls_are_read(family: str, text: str, content: str | None, calls: list
     assert parse_calls(text, family) == (text if content is None else content, calls)
 
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "structured.md"
+TRANSCRIPTS = [
+    pytest.param(found[2].replace("⏎", "\n"), id=found[1])
+    for found in re.finditer(
+        r"^\| ([^|]+\| [^|]+) \| `+ ?(.*get_weather.*?) ?`+ \|$", GUIDE.read_text("utf-8"), re.M
+    )
+]
+PARIS = ToolCall("get_weather", '{"city": "Paris", "days": 3}')
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+PARAMETERS = ["{", '"city": "Paris"', ', "days": 3}']  # as they come
+GET_WEATHER = {"name": PARIS.name, "parameters": {"type": "object", "properties": PROPERTIES}}
+
+
+@pytest.mark.parametrize("text", TRANSCRIPTS)
+def test_every_familys_call_is_read(text: str) -> None:
+    """The guide's table: alone, twice and after text, whole and character by character."""
+    assert len(TRANSCRIPTS) == 18
+    offered: list[dict[str, Any]] = [{"function": GET_WEATHER}, {"function": {"name": "get"}}]
+    is_marked = not text.startswith("{")
+    said = f"Let me see.\n{text}" if is_marked else text
+    for answer, content, calls in (
+        (text, "", [PARIS]),
+        (f"{text}\n{text}\n", "", [PARIS, PARIS]),
+        (said, "Let me see." if is_marked else "", [PARIS]),
+        (f"{text}\n\nSo < be it.", "So < be it.", [PARIS]),
+    ):
+        assert parse_calls(answer, "hermes", offered) == (content, calls), answer
+        reader = CallReader("hermes", offered)
+        parts, rest = parts_of(reader, answer, 1)
+        assert joined(parts + rest) == (content, calls), answer
+        assert not reader.is_cut
+        pieces = [part.text for part in parts if part.kind == "arguments"]
+        is_json = PARIS.arguments_json in text
+        assert pieces == len(calls) * [*(PARIS.arguments_json if is_json else PARAMETERS)]
+    assert parse_calls(said, "hermes", offered[1:]) == (said, [])
+    for end in range(said.rindex("3") + 1):
+        assert parse_calls(said[:end], "hermes", offered) == (said[:end], []), end
+
+
+OPTIONAL = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, " a</parameter>\nb\n", " a</parameter>\nb\n"),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, '["a", 1]', ["a", 1]),
+        ({"type": "object"}, "{no", "{no"),
+        ({}, "5", 5),
+        ({}, "five", "five"),
+        (None, "5", 5),
+        (OPTIONAL, "5", "5"),
+        (OPTIONAL, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {}]}, "5", 5),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"$ref": "#/$defs/Id"}, "7", "7"),
+        ({"$ref": "#/$defs/Loop"}, "7", 7),
+    ],
+)
+def test_parameters_are_read_by_their_schema(schema: Any, text: str, value: Any) -> None:
+    definitions = {"Id": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    properties = {"v": schema} if schema is not None else {}
+    parameters = {"properties": properties, "$defs": definitions}
+    answer = f"<tool_call><function=f><parameter=v>\n{text}\n</parameter></function></tool_call>"
+    content, [call] = parse_calls(
+        answer, "hermes", [{"function": {"name": "f", "parameters": parameters}}]
+    )
+    assert (content, call.name, json.loads(call.arguments_json)) == ("", "f", {"v": value})
+
+
+def test_broken_parameters_stay_text() -> None:
+    for text in (
+        "<function=f>1</function>",
+        "<function=f><parameter=a>1</parameter>",
+        "<tool_call>f<b>",
+        '<invoke name="f"><parameter name="a">1</invoke>',
+    ):
+        assert parse_calls(text, "hermes") == (text, [])
+    for text, content, arguments in (
+        ("<function=f>no</function>", "no</function>", "{"),
+        ("<function=f><parameter=a>1</parameter><parameter=b>2</para", "", '{"a": 1'),
+    ):
+        reader = CallReader("hermes")
+        parts, rest = parts_of(reader, text, 1)
+        assert joined(parts + rest) == (content, [ToolCall("f", arguments)])
+        assert reader.is_cut
+
+
 def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
     """So do those after them in a list; the answer's other calls are read."""
     offered = [{"function": {"name": WEATHER.name}}]
@@ -173,6 +269,7 @@ def test_broken_calls_stay_text(family: str) -> None:
         '[TOOL_CALLS][{"name": "f", "arguments": "no JSON"}]',
         "<tool_call>" * 50 + "[" * 3000,
         "functools" + "[" * 100_000,
+        "functools" * 50_000,
         '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
         "[TOOL_CALLS]f[ARGS]{",
     ):

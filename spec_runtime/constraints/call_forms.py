@@ -1,0 +1,174 @@
+"""Lists the forms of calls whose name stands before the arguments, and the marks around calls.
+
+A form is a row of `FORMS`: what comes up to the arguments, piece by piece, and how these are
+written, as JSON or as parameters between tags. Calls that are JSON as a whole need no row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from spec_runtime.mapping import parse_json
+
+NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+_KEY = re.compile(r'[^<>"\n]{1,128}')
+_SPACE = re.compile(r"\s*")
+_OBJECT = re.compile(r"(?={)")
+_MAX_DEPTH = 8  # of references and alternatives in a schema
+
+Piece = str | re.Pattern[str]  # a text as it is, or what fits a pattern
+
+
+class Parameters(NamedTuple):
+    """Says how parameters are written between tags: what opens one, up to its value, what closes
+    it, what ends the call, and whether one line break at either end of a value is no part of it."""
+
+    opening: tuple[Piece, ...]
+    closing: str
+    ends: tuple[str, ...]
+    has_lines: bool = False
+
+
+class CallForm(NamedTuple):
+    """Says how a call is written: what stands before its arguments, and these as parameters, or as
+    a JSON object if `parameters` is None."""
+
+    head: tuple[Piece, ...]
+    parameters: Parameters | None = None
+
+
+_DEEPSEEK = "<｜tool▁call▁begin｜>"
+MISTRAL = CallForm(("[TOOL_CALLS]", _SPACE, NAME, re.compile(r"(?:\[[\w\[\]]*)?\s*"), _OBJECT))
+FORMS = (
+    MISTRAL,
+    CallForm(  # DeepSeek-V3 and R1
+        (_DEEPSEEK, "function<｜tool▁sep｜>", NAME, _SPACE, "```json", _SPACE, _OBJECT)
+    ),
+    CallForm((_DEEPSEEK, NAME, "<｜tool▁sep｜>", _SPACE, _OBJECT)),  # DeepSeek-V3.1
+    CallForm(  # Kimi-K2
+        (
+            *("<|tool_call_begin|>functions.", NAME, re.compile(r":\d*"), _SPACE),
+            *("<|tool_call_argument_begin|>", _SPACE, _OBJECT),
+        )
+    ),
+    CallForm(  # Qwen3-Coder, Seed-OSS
+        ("<function=", NAME, ">"),
+        Parameters(
+            ("<parameter=", _KEY, ">"), "</parameter>", ("</function>", "</tool_call>"), True
+        ),
+    ),
+    CallForm(  # GLM-4.5 to 4.7
+        ("<tool_call>", _SPACE, NAME, _SPACE, re.compile("(?=<)")),
+        Parameters(
+            ("<arg_key>", _KEY, "</arg_key>", _SPACE, "<arg_value>"),
+            "</arg_value>",
+            ("</tool_call>",),
+        ),
+    ),
+    CallForm(  # MiniMax-M2
+        ('<invoke name="', NAME, '">'),
+        Parameters(('<parameter name="', _KEY, '">'), "</parameter>", ("</invoke>",)),
+    ),
+)
+# What may stand before a call, one after another, and what may stand after it.
+WRAPPERS = (
+    *("<tool_call>", "<tool_calls>", "<seed:tool_call>", "<minimax:tool_call>", "<|tool_call|>"),
+    *("[TOOL_CALLS]", "<|python_tag|>", "functools", "<|START_ACTION|>"),
+    *("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>"),
+)
+OPENINGS = (*dict.fromkeys((*WRAPPERS, *(str(form.head[0]) for form in FORMS))),)
+CLOSINGS = (
+    *("</tool_call>", "</tool_calls>", "</seed:tool_call>", "</minimax:tool_call>"),
+    *("<|/tool_call|>", "[/TOOL_CALLS]", "<|END_ACTION|>", "<｜tool▁call▁end｜>"),
+    *("<｜tool▁calls▁end｜>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+)
+# Every text above that may be a token, with those that no row spells out.
+MARKS = frozenset(
+    piece
+    for form in FORMS
+    for piece in (*form.head, *(form.parameters.opening if form.parameters else ()))
+    if isinstance(piece, str)
+) | {*OPENINGS, *CLOSINGS, "</arg_value>", "[ARGS]", "[CALL_ID]"}
+_SKIPPED = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))}|\s)*")
+
+
+def after_wrappers(text: str, at: int) -> int:
+    """Returns where the marks and the white space that stand here end."""
+    found = _SKIPPED.match(text, at)
+    return at if found is None else found.end()
+
+
+def read_pieces(
+    pieces: tuple[Piece, ...], text: str, at: int, is_known: Callable[[str, bool], bool]
+) -> tuple[str, int] | bool:
+    """Returns the name among these pieces, which stand here, and where they end; False if they do
+    not stand here, True if they may once more has come. `is_known` says of a name, and of a name's
+    beginning, whether it may stand here."""
+    name = ""
+    for piece in pieces:
+        if isinstance(piece, str):
+            if not text.startswith(piece, at):
+                return piece.startswith(text[at : at + len(piece)])
+            at += len(piece)
+            continue
+        found = piece.match(text, at)
+        if found is None:
+            return at == len(text)
+        at = found.end()
+        if piece in (NAME, _KEY):
+            name, is_begun = found[0], at == len(text)
+            if not is_known(name, is_begun):
+                return False
+    return name, at
+
+
+def typed(value: str, schema: Any, root: Any) -> Any:
+    """Returns the value of a parameter that stands between tags as text.
+
+    It is read as JSON where its schema, a part of `root`, allows what that is; otherwise it is the
+    text, as for every schema of strings.
+
+    Example: "5" is the number 5 for {"type": "integer"} and for {}, but "5" for {"type": "string"}.
+    """
+    allowed = _types(schema, root, 0)
+    if allowed == {"string"}:
+        return value
+    plain = value.strip()
+    try:
+        read = parse_json(_PYTHON.get(plain, plain))
+    except ValueError:
+        return value
+    return read if not allowed or allowed & _KINDS[type(read)] else value
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them
+_KINDS: dict[type, set[str]] = {
+    **{bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}},
+    **{list: {"array"}, dict: {"object"}, type(None): {"null"}},
+}
+
+
+def _types(schema: Any, root: Any, depth: int) -> set[str]:
+    """Returns the types that a schema allows, none where it allows any."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return set()
+    named, values = schema.get("type"), schema.get("enum", [schema.get("const", ...)])
+    if isinstance(named, str):
+        return {named}
+    if isinstance(named, list):
+        return {each for each in named if isinstance(each, str)}
+    if isinstance(values, list) and values != [...]:
+        return set[str]().union(*(_KINDS[type(each)] for each in values))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target = root
+        for key in reference[2:].split("/"):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        return _types(target, root, depth + 1)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            parts = [_types(each, root, depth + 1) for each in schema[key]]
+            return set[str]().union(*parts) if all(parts) else set()
+    return set()
