@@ -124,6 +124,17 @@ def read_pieces(
     return name, at
 
 
+def before_arguments(name: str) -> str:
+    """Returns a regular expression of the last that stands before the arguments of a call of this
+    tool, in every form in which these are JSON and come after the name."""
+    name = re.escape(name)
+    keyed = rf'name"\s*:\s*"{name}"\s*,\s*"(arguments|parameters)"\s*:'
+    mistral = rf"\]\s*{name}(\[CALL_ID\]\w+)?\[ARGS\]"
+    deepseek = rf"<｜tool▁sep｜>{name}\s*```json|>{name}<｜tool▁sep｜>"
+    kimi = rf"functions\.{name}:\d+<\|tool_call_argument_begin\|>"
+    return f"{keyed}|{mistral}|{deepseek}|{kimi}"
+
+
 def typed(value: str, schema: Any, root: Any) -> Any:
     """Returns the value of a parameter that stands between tags as text.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
-# The further keys of each type; the last four types are our own.
+# The further keys of each type; the last five types are our own.
 _KNOWN: dict[str, tuple[str, ...]] = {
     "text": (),
     "json_object": (),
@@ -20,6 +20,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "ebnf": ("grammar",),
     "tagged_json": ("begin", "schema", "end"),
     "any_of": ("formats",),
+    "triggered_json": ("triggers",),
 }
 # What a bare JSON schema is known by.
 _JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -38,10 +39,11 @@ class Grammar:
 
     JSON may stand between two fixed texts, `begin` and `end`, in which the names of a tokenizer's
     special tokens stand for these tokens. A grammar of kind any_of is one of its `choices`, which
-    are no context-free ones.
+    are no context-free ones. One of kind triggered_json is free text, in which JSON of a choice
+    follows each text that its `begin`, here a regular expression, fits.
     """
 
-    kind: Literal["json_schema", "regex", "ebnf", "any_of"]
+    kind: Literal["json_schema", "regex", "ebnf", "any_of", "triggered_json"]
     text: str
     begin: str = ""
     end: str = ""
@@ -85,6 +87,8 @@ def read_format(response_format: Any) -> Grammar | None:
         return _tagged(response_format)
     if kind == "any_of":
         return _any_of(response_format.get("formats"))
+    if kind == "triggered_json":
+        return _triggered(response_format.get("triggers"))
     value = response_format.get(_KNOWN[kind][0])
     if not isinstance(value, str):
         raise format_error(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
@@ -120,7 +124,7 @@ def _any_of(formats: Any) -> Grammar:
     found = []
     for each in formats:
         kind = each.get("type") if isinstance(each, Mapping) else None
-        grammar = None if kind in ("ebnf", "any_of") else read_format(each)
+        grammar = None if kind in ("ebnf", "any_of", "triggered_json") else read_format(each)
         if grammar is None:
             raise format_error(
                 f"got response_format of type {_shown(kind)} as one of several, or beside tools; "
@@ -129,6 +133,21 @@ def _any_of(formats: Any) -> Grammar:
         found.append(grammar)
     text = " | ".join(each.text for each in found)
     return Grammar("any_of", text, choices=tuple(found))
+
+
+def _triggered(triggers: Any) -> Grammar:
+    """Returns the grammar of free text in which JSON follows what triggers it."""
+    if not isinstance(triggers, list | tuple) or not triggers:
+        raise format_error(f"got triggers {_shown(triggers)}, expected a list of at least one")
+    found = []
+    for each in triggers:
+        regex = each.get("regex") if isinstance(each, Mapping) else None
+        if not isinstance(regex, str):
+            raise format_error(f"got trigger {_shown(each)}, expected a regex and a schema")
+        _require_keys("trigger", each, ("regex", "schema"))
+        found.append(Grammar("json_schema", schema_text(each.get("schema")), begin=regex))
+    text = " | ".join(each.text for each in found)
+    return Grammar("triggered_json", text, choices=tuple(found))
 
 
 def _schema(entry: Any) -> str:

@@ -121,13 +121,19 @@ class GrammarCompiler:
             compiled = library.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_STYLE)
             return str(compiled), [schema]
         choices, schemas = grammar.choices or (grammar,), list[Any]()
-        lines = [f"start: {' | '.join(f'form{number}' for number in range(len(choices)))}"]
+        start = " | ".join(f"form{number}" for number in range(len(choices)))
+        lines = [f"start: {start}"]
+        if grammar.kind == "triggered_json":
+            lines = [f"start: ({start})* TEXT", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]?/"]
         for number, each in enumerate(choices):
             if each.kind == "regex":
                 lines.append(f"form{number}: /(?:{_SLASH.sub(_escaped, each.text)})/")
                 continue
             schemas.append(json_schema.prepared(json.loads(each.text)))
             begin, end = map(self._tokens.quoted, (each.begin, each.end))
+            if grammar.kind == "triggered_json":
+                begin, trigger = f"trigger{number} BLANK", _SLASH.sub(_escaped, each.begin)
+                lines.append(f"trigger{number}[lazy]: TEXT /(?:{trigger})/")
             lines.append(f"form{number}: {begin} json{number} {end}")
             styled = json.dumps({"x-guidance": _JSON_STYLE, **schemas[-1]})
             lines.append(f"json{number}: %json {styled}")
@@ -162,9 +168,8 @@ def _with_prepared_schemas(lark: str) -> tuple[str, list[Any]]:
 
 
 def _invalid(grammar: Grammar, why: object, expected: str = "valid") -> UserError:
-    what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar", "any_of": "formats"}[
-        grammar.kind
-    ]
+    names = {"json_schema": "JSON schema", "ebnf": "grammar", "any_of": "formats"}
+    what = names.get(grammar.kind, grammar.kind)
     reason = brief(why, 200)
     return format_error(
         f"got {what} {brief(grammar.text, 60)}: {reason}; expected a {expected} one"

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spec_runtime.constraints.call_forms import NAME
+from spec_runtime.constraints.call_forms import NAME, before_arguments
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief, parse_json
 
@@ -95,6 +95,19 @@ def answer_or_call(response_format: Any, tools: Any, family: str) -> dict[str, A
     return {"type": "any_of", "formats": [response_format, forced_call(tools, family)]}
 
 
+def strict_calls(tools: Any) -> dict[str, Any] | None:
+    """Returns the `response_format` of free text in which the arguments of a call of a `strict`
+    tool fit its parameters from their first character on, None if no tool is strict. Raises
+    UserError for tools that are not in OpenAI's form."""
+    functions = [tool["function"] for tool in checked_tools(tools)]
+    triggers = [
+        {"regex": before_arguments(each["name"]), "schema": _parameters(each)}
+        for each in functions
+        if each.get("strict") is True
+    ]
+    return {"type": "triggered_json", "triggers": triggers} if triggers else None
+
+
 def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any] | None:
     """Returns the `response_format` that OpenAI's `tool_choice` asks for: None, "none" and "auto"
     leave the answer free (None), "required" and {"type": "function", "function": {"name": …}}
@@ -156,14 +169,18 @@ def _call_schema(
     """Returns the JSON schema of a call of one function; adds that of its arguments to
     `definitions` by the function's name, so that what refers to a part of it finds that there."""
     name = function["name"]
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    definitions[name] = _with_references(parameters, name)
+    definitions[name] = _with_references(_parameters(function), name)
     return {
         "type": "object",
         "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
         "required": ["name", key],
         "additionalProperties": False,
     }
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    """Returns the JSON schema of a function's arguments."""
+    return function.get("parameters") or {"type": "object", "properties": {}}
 
 
 def _with_references(schema: Any, name: str) -> Any:

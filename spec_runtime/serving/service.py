@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
-from spec_runtime.constraints.tools import answer_or_call, format_of_choice
+from spec_runtime.constraints.tools import answer_or_call, format_of_choice, strict_calls
 from spec_runtime.errors import UserError
 from spec_runtime.lanes.answering import (
     Answering,
@@ -194,6 +194,8 @@ class Service:
                 options["response_format"] = forced
             elif tools and not body.is_free:
                 options["response_format"] = answer_or_call(body.response_format, tools, family)
+            elif tools and not (body.min_tokens or options.get("ignore_eos")):
+                options["response_format"] = strict_calls(tools)
             return self._calls(prompt, SamplingParams(**options), body)
 
         reply = make_reply(lambda: forms[0])

@@ -267,7 +267,7 @@ def test_tools_and_the_choice_among_them_become_openais(
     choice: dict[str, Any], expected: Any, is_parallel: bool
 ) -> None:
     chat = chat_of(tools=[{**TOOLS[0], "type": "custom", "strict": True}], tool_choice=choice)
-    assert chat.tools == [{"type": "function", "function": FUNCTION}]
+    assert chat.tools == [{"type": "function", "function": {**FUNCTION, "strict": True}}]
     assert chat.tool_choice == expected
     assert chat.parallel_tool_calls is is_parallel
 

@@ -198,7 +198,7 @@ def test_what_is_asked_for_is_the_chats() -> None:
     }
     body = ResponsesRequest.model_validate(asked)
     chat = body.as_chat(())
-    function = {"name": "look_up", "parameters": PERSON}
+    function = {"name": "look_up", "parameters": PERSON, "strict": True}
     assert chat.tools == [{"type": "function", "function": function}]
     assert chat.tool_choice == {"type": "function", "function": {"name": "look_up"}}
     assert chat.parallel_tool_calls is False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, post, served, stream, tool_engine
+from served import CHAT, HELLO, MESSAGES, RESPONSES, post, served, stream, tool_engine
 from toy_backend import ByteTokenizer
 
 from spec_runtime import Chunk, GenerationResult, Stats
@@ -99,6 +99,25 @@ def test_a_call_is_forced(client: Any, format: dict[str, Any] | None) -> None:
         arguments = json.loads(call["function"]["arguments"])
         assert set(arguments) <= {"name", "fame"}
     assert call["function"]["name"] == "look_up"
+
+
+def test_a_strict_tool_has_to_be_one_that_can_be_kept_to(client: Any) -> None:
+    """A schema that says what no grammar can, in each API's form of a tool."""
+    schema = {"type": "object", "properties": {"v": {"type": "array", "uniqueItems": True}}}
+    tool = {"name": "f", "strict": True}
+    for path, body in (
+        (CHAT, {"tools": [{"type": "function", "function": {**tool, "parameters": schema}}]}),
+        (RESPONSES, {"tools": [{"type": "function", **tool, "parameters": schema}]}),
+        (MESSAGES, {"max_tokens": 2, "tools": [{**tool, "input_schema": schema}]}),
+    ):
+        said: dict[str, Any] = {"input" if path == RESPONSES else "messages": HELLO, **body}
+        refused = client.post(path, json=said)
+        assert refused.status_code == 400, path
+        assert "uniqueItems" in refused.json()["error"]["message"]
+        function = body["tools"][0].get("function", body["tools"][0])  # type: ignore[index]
+        function["strict"] = False
+        limit = {"max_output_tokens": 2} if path == RESPONSES else {"max_tokens": 2}
+        assert client.post(path, json={**said, **limit}).status_code == 200
 
 
 def test_a_response_format_beside_tools_allows_a_call(client: Any) -> None:

@@ -23,6 +23,7 @@ from spec_runtime.constraints.tools import (
     family_of,
     forced_call,
     format_of_choice,
+    strict_calls,
 )
 from spec_runtime.requests.call_reader import CallReader, Part, joined, parse_calls
 from spec_runtime.text.chat_template import ChatTemplate
@@ -382,6 +383,60 @@ def test_an_answer_or_a_call(family: str) -> None:
     assert follows(kind, f"{forced['begin']}{call}{forced['end']}")
     assert follows(kind, '{"v": 1}')
     assert not follows(kind, '{"w": 1}')
+
+
+STRICT: list[dict[str, Any]] = [
+    {"function": {"strict": True, **GET_WEATHER}},
+    {"function": {"name": "weather", "parameters": {"required": ["place"]}}},
+]
+
+
+def test_arguments_of_a_strict_tool_are_exact_in_free_text() -> None:
+    """In all forms of the guide in which they are JSON; those of other tools and texts are free."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    assert strict_calls(TOOLS) is strict_calls([]) is None
+    codec, grammar = BpeTokenizer(), read_format(strict_calls(STRICT))
+    assert grammar is not None
+    matcher = codec.matcher(grammar, codec.vocab_size)
+
+    def is_free(text: str) -> bool:
+        ids = [*codec.encode(text, special_tokens=False), *codec.eos]
+        num_read = read(matcher, ids)
+        matcher.retreat(num_read)
+        return num_read == len(ids)
+
+    for transcript in TRANSCRIPTS:
+        (text,) = transcript.values
+        said = f"It is 3.\n{text}\n{text}\nSo be it: get_weather {{3}}"
+        assert is_free(said), said
+        for wrong in ('"days": "3"', '"days": 3, "more": 4', '"hours": 3'):
+            changed = said.replace('"days": 3', wrong)
+            assert is_free(changed) == (changed == said), changed
+        assert is_free(said.replace("get_weather", "weather").replace('"days": 3', "2"))
+
+
+def test_a_strict_call_is_exact_whatever_is_drafted() -> None:
+    """The processor begins a call, and the toy goes on with what it likes."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    codec = BpeTokenizer()
+    begun = codec.encode('So. {"name": "get_time", "arguments":', special_tokens=False)
+
+    def begin_call(tokens: Any, logits_V: Any) -> Any:
+        if len(tokens) <= len(begun):
+            logits_V[begun[len(tokens) - 1]] += 1000
+        return logits_V
+
+    kind = strict_calls([{"function": {"strict": True, **TOOLS[0]["function"]}}])
+    found = []
+    for drafter in ("none", "prompt_lookup", "parallelspec"):
+        engine = make_engine(drafter, vocab_size=codec.vocab_size, max_length=200, tokenizer=codec)
+        options: dict[str, Any] = {"response_format": kind, "logits_processor": begin_call}
+        found.append(engine.generate([65], max_new_tokens=100, **options))
+    text = found[0].text.partition('"arguments":')[2].lstrip()
+    arguments, end = json.JSONDecoder().raw_decode(text)
+    assert arguments["zone"] in ("UTC", "CET")
+    assert len(text) > end, "free text follows"
+    assert all(each.token_ids == found[0].token_ids for each in found)
 
 
 @pytest.mark.parametrize("definitions", [[1], "x", 1.5])

@@ -50,6 +50,7 @@ class Tool(BaseModel):
     name: str
     description: str | None = None
     input_schema: Object | None = None
+    strict: bool | None = None
 
     def as_function(self) -> Object:
         """Returns the tool in OpenAI's form. Raises UserError for a tool of Anthropic's servers."""
@@ -59,7 +60,9 @@ class Tool(BaseModel):
                 "type 'custom' with an input_schema: this server runs no tools by itself",
                 param="tools",
             )
-        function = {"name": self.name, "parameters": self.input_schema}
+        function: Object = {"name": self.name, "parameters": self.input_schema}
+        if self.strict is not None:
+            function["strict"] = self.strict
         if self.description is not None:
             function["description"] = self.description
         return {"type": "function", "function": function}

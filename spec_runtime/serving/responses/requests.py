@@ -222,7 +222,7 @@ def _as_function(tool: Object) -> Object:
             "tools by itself",
             param="tools",
         )
-    known = {"name", "description", "parameters"}
+    known = {"name", "description", "parameters", "strict"}
     function = {key: value for key, value in tool.items() if key in known and value is not None}
     return {"type": "function", "function": function}
 
