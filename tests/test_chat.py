@@ -13,10 +13,12 @@ import pytest
 from screen import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, Screen, screen
 from small import CONTEXT, Run, toy_engine
 
+import spec_runtime
 from spec_runtime import Engine
 from spec_runtime.cli import chat as chat_command
 from spec_runtime.cli import line_input, messages
 from spec_runtime.errors import UserError
+from spec_runtime.text.chat_template import ChatTemplate
 
 TESTS = Path(__file__).parent
 # Chats with toy engines; writes the messages of each call into a file. What is asked to go on
@@ -243,6 +245,23 @@ def test_a_temperature_is_set(say: Say, monkeypatch: pytest.MonkeyPatch) -> None
     _, err = say("abc", "/temperature 0.7", "/retry", "/temperature")
     assert seen == [0, 0.7]
     assert err.count("temperature: 0.7\n") == 2
+
+
+def test_variables_reach_the_chat_template(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = toy_engine("none")
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tone }}"
+    engine.tokenizer.template = ChatTemplate(source)
+    monkeypatch.setattr(spec_runtime, "load", lambda path, **options: engine)
+    words = ("chat", "--bundle", folder, "--max-new-tokens", 6, "--template-kwargs")
+    code, out, _ = run(*words, '{"tone": "kind"}', stdin="abc\n")
+    options: dict[str, Any] = {"template_kwargs": {"tone": "kind"}, "max_new_tokens": 6}
+    assert (code, out) == (0, engine.generate("abc", **options).text + "\n")
+    assert out != engine.generate("abc", max_new_tokens=6).text + "\n"
+    code, _, err = run(*words, '{"mood": 1}', stdin="abc\n")
+    assert code == 2
+    assert "got 'mood', which the chat template does not read, expected tone" in err
 
 
 def test_a_drafter_is_chosen_and_changes_no_token(say: Say) -> None:

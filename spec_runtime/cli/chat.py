@@ -48,6 +48,7 @@ def command(
     system: options.System = None,
     show_accepted: options.ShowAccepted = False,
     control_tokens: options.ControlTokens = False,
+    template_kwargs: options.TemplateKwargs = None,
     history: History = True,
 ) -> None:
     """Chat with the target; /help lists what else there is, end of input leaves."""
@@ -55,10 +56,16 @@ def command(
 
     options.standard_input()
     bundle = bundle or bundles.find()
+    variables = options.template_kwargs(template_kwargs)
     engine = options.open_engine(bundle, loading)
+    if variables is not None:
+        engine.encode(
+            "", template_kwargs=variables
+        )  # refuses those that the template does not read
     names = options.drafter_names(bundle)
     chat = Chat(engine, settings, system or None, names, loading["lookup"])
     chat.is_coloured, chat.control_tokens = show_accepted, control_tokens
+    chat.template_kwargs = variables
     source = line_input.open_input([f"/{name}" for name in chat.commands], history)
     chat.help = source.help
     if source.is_interactive:
@@ -138,6 +145,7 @@ class Chat:
         self.session = Session(engine, system)
         self.is_coloured = False
         self.control_tokens = False
+        self.template_kwargs: dict[str, Any] | None = None
         self.help = ""
         self.commands = {
             "help": Command("", "list these commands", self._help),
@@ -202,7 +210,11 @@ class Chat:
         """Prints the answer to a message; the session adds both to the conversation."""
         whole(text, "a message")
         chunks = self.session.chunks(
-            text, control_tokens=self.control_tokens, cancel=self._is_stopped, **self._settings
+            text,
+            control_tokens=self.control_tokens,
+            template_kwargs=self.template_kwargs,
+            cancel=self._is_stopped,
+            **self._settings,
         )
         coloured = Console() if self.is_coloured else None
         result = None

@@ -75,6 +75,16 @@ class ShownTokens:
         return taken
 
 
+def whole_chunk(result: GenerationResult) -> Chunk:
+    """Returns a whole answer as one chunk."""
+    return Chunk(
+        text=result.text,
+        logprobs=None if result.logprobs is None else tuple(result.logprobs),
+        text_ends=tuple(result.text_ends),
+        result=result,
+    )
+
+
 class TokenTexts:
     """Writes tokens and their log-probabilities as text; `ending` are ids that are left out, since
     the text has nothing of them."""
@@ -105,6 +115,14 @@ class TokenTexts:
             ],
             "refusal": None,
         }
+
+    def response(self, shown: Sequence[tuple[TokenLogprob, int]]) -> list[Object]:
+        """Returns the list `logprobs` of a response's text, whose `bytes` may not be null."""
+        entries: list[Object] = self.chat(shown)["content"]
+        for entry in entries:
+            for each in (entry, *entry["top_logprobs"]):
+                each["bytes"] = each["bytes"] or []
+        return entries
 
     def _entry(self, token: int, logprob: float) -> Object:
         text = self.text(token)

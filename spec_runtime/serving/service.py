@@ -117,13 +117,14 @@ class Service:
             before = self.kept.get(previous, "previous_response_id")
         body = body.with_items(self.kept.item)
         chat = body.as_chat(() if before is None else before.items)
+        texts = self._texts(chat)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
                 self.kept.keep(response, before, body.items)
 
         def make_reply(get_form: GetForm) -> Reply:
-            return ResponseReply(self.settings.name, body.repeated(), get_form, keep)
+            return ResponseReply(self.settings.name, body.repeated(), texts, get_form, keep)
 
         return await self._chat(chat, request, make_reply, field="input")
 

@@ -20,6 +20,7 @@ from spec_runtime.serving.replies import (
     counted,
     finish_reason,
     usage,
+    whole_chunk,
 )
 from spec_runtime.serving.schemas import StreamOptions
 from spec_runtime.serving.streams import event_of
@@ -205,11 +206,4 @@ class CompletionWriter:
 
 def _shown(texts: TokenTexts, result: GenerationResult) -> list[tuple[TokenLogprob, int]]:
     """Returns the tokens that a whole answer shows, with the places where they begin."""
-    return texts.tokens_of_choice().take(
-        Chunk(
-            text=result.text,
-            logprobs=tuple(result.logprobs or ()),
-            text_ends=tuple(result.text_ends),
-            result=result,
-        )
-    )
+    return texts.tokens_of_choice().take(whole_chunk(result))

@@ -6,6 +6,7 @@ import asyncio
 import os
 
 from served import served
+from test_serving_models import shelved
 
 from tools.measure import load_server
 from tools.measure.load_server import Load, Outcome
@@ -28,6 +29,19 @@ def test_every_kind_of_request_ends_as_it_should() -> None:
     assert 0 < figures["first_token_seconds"]["p50"] <= figures["first_token_seconds"]["p99"]
     assert after["peak_mb"] >= before["resident_mb"] > 1
     assert {"threads", "files"} < set(after)
+
+
+def test_no_request_is_lost_while_bundles_are_opened_and_closed() -> None:
+    kinds = load_server.kinds(21, seed=1)
+    with shelved(most_open=1) as (shelf, client):
+        load = Load(str(client.base_url), 40, kinds, ["letters", "bytes"])
+        asyncio.run(load.run(num_clients=4))
+        found = load_server.openings(load.url)
+    figures = load_server.summary(load.outcomes)
+    assert figures["wrong"] == 0, figures
+    assert figures["requests"] == 21
+    assert found == {name: shelf.opened.count(name) for name in ("letters", "bytes")}
+    assert len(shelf.opened) > 2, "bundles were closed and opened again"
 
 
 def test_wrong_ends_are_counted() -> None:

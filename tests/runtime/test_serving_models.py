@@ -30,6 +30,7 @@ from served import (
 )
 
 from spec_runtime import Engine, UserError
+from spec_runtime.lanes.batch import Batch
 from spec_runtime.serving import accepting
 from spec_runtime.serving.accepting import IdlestServer
 from spec_runtime.serving.app import make_app, make_app_of
@@ -45,7 +46,7 @@ MANY = {"model": "letters", "prompt": "hello", "max_tokens": 60, "temperature": 
 
 
 class Shelf:
-    """Two toy bundles, `letters` and `bytes`, that count how often they are opened."""
+    """Three toy bundles that count how often they are opened; `bytes` and `other` are alike."""
 
     def __init__(self, most_open: int | None = None, **settings: Any) -> None:
         self.opened: list[str] = []
@@ -57,7 +58,7 @@ class Shelf:
         self.metrics, self.kept = Metrics(), ResponseStore()
         found = [
             Model(name, lambda name=name: self._open(name), 200, ["none"], aliases)  # type: ignore[misc]
-            for name, aliases in (("letters", ("small",)), ("bytes", ()))
+            for name, aliases in (("letters", ("small",)), ("bytes", ()), ("other", ()))
         ]
         timeout = self.settings.timeout
         self.models = Models(found, self.metrics, self.kept, most_open, timeout)
@@ -81,7 +82,7 @@ def shelved(most_open: int | None = None, **settings: Any) -> Iterator[tuple[She
 def test_each_bundle_is_opened_when_it_is_first_asked_for() -> None:
     with shelved() as (shelf, client):
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [
-            *("letters", "small", "bytes")
+            *("letters", "small", "bytes", "other")
         ]
         assert client.get("/ready").status_code == 200
         assert shelf.opened == []
@@ -145,6 +146,30 @@ def test_a_bundle_is_closed_only_when_its_answers_are_complete(is_stream: bool) 
         assert other.result(PATIENCE)["model"] == "bytes"
         assert later.result(PATIENCE)["choices"][0]["text"] == alone
         assert shelf.opened == ["letters", "bytes", "letters"]
+
+
+def test_nobody_but_who_needs_room_waits_for_a_bundle_that_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bundle is closed only once the graph that a thread of its own opens is there."""
+    is_there = threading.Event()
+    with shelved(most_open=2) as (shelf, client), ThreadPoolExecutor(1) as pool:
+
+        def open_passes(batch: Batch) -> None:
+            if batch._engine is shelf.engines["letters"]:
+                assert is_there.wait(PATIENCE)
+
+        monkeypatch.setattr(Batch, "open_passes", open_passes)
+        for name in ("letters", "bytes"):
+            post(client, COMPLETIONS, **BODY, model=name)
+        needs_room = pool.submit(post, client, COMPLETIONS, **BODY, model="other")
+        wait_until(lambda: metrics(client)["open_models"] == 1)
+        assert len(stream(client, COMPLETIONS, **BODY, model="bytes")) > 2
+        assert client.get("/ready").status_code == 200
+        assert not needs_room.done()
+        assert shelf.opened == ["letters", "bytes"]
+        is_there.set()
+        assert needs_room.result(PATIENCE)["model"] == "other"
 
 
 def test_a_bundle_that_cannot_be_opened_is_503_and_tried_again() -> None:

@@ -82,6 +82,23 @@ def test_a_response_whole_streamed_and_gone_on_from(client: Any) -> None:
     assert lost.value.code == "response_not_found"
 
 
+def test_a_responses_log_probabilities_whole_and_streamed(client: Any) -> None:
+    body = {"model": "toy", "input": "hello", "max_output_tokens": 6, "temperature": 0}
+    asked = {**body, "include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    (part,) = client.responses.create(**asked).output[0].content
+    assert len(part.logprobs) == 6
+    for entry in part.logprobs:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+    with client.responses.stream(**asked) as stream:
+        events = [event for event in stream if hasattr(event, "logprobs")]
+    *deltas, done = events
+    assert done.type == "response.output_text.done"
+    streamed = [entry for event in deltas for entry in event.logprobs]
+    for found in (streamed, done.logprobs):
+        assert [each.to_dict() for each in found] == [each.to_dict() for each in part.logprobs]
+
+
 class Person(BaseModel):
     name: Literal["Ada", "Bob"]
 

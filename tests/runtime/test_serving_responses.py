@@ -7,11 +7,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import HELLO, PERSON, RESPONSES, held, post, served, stream, tool_engine, toy_engine
+from served import (
+    CHAT,
+    HELLO,
+    PERSON,
+    RESPONSES,
+    choice_of,
+    held,
+    post,
+    served,
+    stream,
+    tool_engine,
+    toy_engine,
+)
+from toy_backend import ByteTokenizer
 
-from spec_runtime import Chunk, GenerationResult, Stats
+from spec_runtime import Chunk, GenerationResult, Stats, TokenLogprob
 from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.serving.errors import ApiError
+from spec_runtime.serving.replies import TokenTexts
 from spec_runtime.serving.responses import store
 from spec_runtime.serving.responses.replies import ResponseReply
 from spec_runtime.serving.responses.requests import ResponsesRequest, messages_of
@@ -21,6 +35,8 @@ from spec_runtime.text.thinking import Tags
 BODY = {"input": "hello", "max_output_tokens": 20, "temperature": 0}
 TOOLS = [{"type": "function", "name": "look_up", "parameters": PERSON, "strict": True}]
 CALL = {"type": "function_call", "call_id": "call_1", "name": "look_up", "arguments": "{}"}
+LOGPROBS = "message.output_text.logprobs"
+TEXTS = TokenTexts(ByteTokenizer(), frozenset())
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "born in 1815"}
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 
@@ -52,9 +68,13 @@ def response_of(events: list[Any]) -> Any:
         elif kind == "content_part.added":
             items[-1]["content"].append(event["part"])
         elif kind in ("output_text.delta", "reasoning_text.delta"):
-            items[-1]["content"][event["content_index"]]["text"] += event["delta"]
+            part = items[-1]["content"][event["content_index"]]
+            part["text"] += event["delta"]
+            if "logprobs" in part:
+                part["logprobs"] += event["logprobs"]
         elif kind in ("output_text.done", "reasoning_text.done"):
             assert items[-1]["content"][0]["text"] == event["text"]
+            assert items[-1]["content"][0].get("logprobs") == event.get("logprobs")
         elif kind == "content_part.done":
             assert items[-1]["content"] == [event["part"]]
         elif kind == "function_call_arguments.delta":
@@ -128,14 +148,29 @@ def test_instructions_stand_before_everything(client: Any) -> None:
 def test_an_empty_answer_is_a_message(reason: str, status: str) -> None:
     result = GenerationResult("", [1], reason, Stats())
     kept: list[Any] = []
-    whole = ResponseReply("toy", {}, AnswerForm, kept.append).whole([result])
-    reply = ResponseReply("toy", {}, AnswerForm, kept.append)
+    whole = ResponseReply("toy", {}, TEXTS, AnswerForm, kept.append).whole([result])
+    reply = ResponseReply("toy", {}, TEXTS, AnswerForm, kept.append)
     streamed = response_of(list(reply.parts(Chunk(text="", result=result))))
     for found in (whole, streamed):
         assert text_of(found) == ""
         assert found["status"] == found["output"][0]["status"] == status
         assert (found["incomplete_details"] is None) == (status == "completed")
     assert kept == [whole, streamed]
+
+
+def test_log_probabilities_are_the_chats(client: Any) -> None:
+    asked = {"max_tokens": 20, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    entries = choice_of(client, CHAT, messages=HELLO, **asked)["logprobs"]["content"]
+    for entry in entries:
+        for each in (entry, *entry["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+    found = answer(client, include=[LOGPROBS], top_logprobs=2)
+    assert len(entries) == 20
+    assert found["output"][0]["content"][0]["logprobs"] == entries
+    assert found["top_logprobs"] == 2
+    (part,) = answer(client, include=[LOGPROBS])["output"][0]["content"]
+    assert [each["logprob"] for each in part["logprobs"]] == [each["logprob"] for each in entries]
+    assert all(each["top_logprobs"] == [] for each in part["logprobs"])
 
 
 # ---- requests ----
@@ -251,22 +286,34 @@ def test_an_answer_fits_the_schema_of_its_format() -> None:
         assert "'xml'" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 200])
-def test_streamed_calls_follow_the_thinking_and_the_text_before_them(size: int) -> None:
+def test_streamed_calls_follow_the_thinking_and_the_text_before_them(
+    size: int, is_begun: bool
+) -> None:
+    """Each character is a token; the text's are those with log-probabilities."""
     tools = [{"type": "function", "function": {"name": "look_up", "parameters": PERSON}}]
-    form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=tools)
-    reply, other = (ResponseReply("toy", {}, lambda: form, lambda _: None) for _ in range(2))
+    form = AnswerForm(Tags("<think>", "</think>"), is_begun, family="hermes", tools=tools)
+    reply, other = (ResponseReply("toy", {}, TEXTS, lambda: form, lambda _: None) for _ in range(2))
     call = '<tool_call>{"name": "look_up", "arguments": {"name": "Ada"}}</tool_call>'
-    said = f"<think>\nHm, {{}}.\n</think>\n\nLet me see. {call}\n{call}"
-    result = GenerationResult(said, [1], "stop", Stats())
-    pieces = [said[i : i + size] for i in range(0, len(said), size)]
-    chunks = [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=result)]
+    said = f"\nHm, {{}}.\n</think>\n\nLet me see. {call}\n{call}"
+    said = said if is_begun else f"<think>{said}"
+    entries = [TokenLogprob(ord(each), -1.0, []) for each in said]
+    ends = range(1, len(said) + 1)
+    result = GenerationResult(said, [1], "stop", Stats(), logprobs=entries, text_ends=list(ends))
+    places = [slice(i, i + size) for i in range(0, len(said), size)]
+    chunks = [
+        Chunk(text=said[at], logprobs=tuple(entries[at]), text_ends=tuple(ends[at]))
+        for at in places
+    ]
+    chunks.append(Chunk(text="", logprobs=(), result=result))
     streamed = response_of([event for chunk in chunks for event in reply.parts(chunk)])
     for response in (streamed, other.whole([result])):
         thought, message, *calls = response["output"]
         assert (thought["type"], thought["summary"]) == ("reasoning", [])
         assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, {}."}]
-        assert message["content"][0]["text"] == "Let me see."
+        (part,) = message["content"]
+        assert part["text"] == "".join(each["token"] for each in part["logprobs"]) == "Let me see."
         assert {each["status"] for each in response["output"]} == {"completed"}
         assert [(each["name"], each["arguments"]) for each in calls] == 2 * [
             ("look_up", '{"name": "Ada"}')
@@ -383,11 +430,11 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools", "no tools by itself"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "a b"),
     ({"tool_choice": "required"}, None, "'tools' are specified"),
-    ({"include": ["message.output_text.logprobs"]}, None, "/v1/chat/completions"),
+    ({"top_logprobs": 2}, None, f"only allowed when 'include' has '{LOGPROBS}'"),
     ({"background": True}, "background", "False"),
     ({"truncation": "auto"}, "truncation", "'disabled'"),
     ({"conversation": "c"}, "conversation", "'c'"),
-    ({"top_logprobs": 2}, "top_logprobs", "equal to 0"),
+    ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs", "equal to 20"),
     ({"max_output_tokens": 0}, "max_output_tokens", "equal to 1"),
     ({"temperature": 3}, "temperature", "equal to 2"),
     ({"metadata": {"a": 1}}, "metadata.a", "valid string"),

@@ -1,11 +1,15 @@
 """Sends good and bad requests to a server from several clients at once, and says how it bore them.
 
     python -m tools.measure.load_server --bundle DIR [--requests 200] [--clients 16] --compare 5
+    python -m tools.measure.load_server --bundle DIR --bundle OTHER --max-loaded 1
 
 Starts `spec-runtime serve` in a process of its own. Most requests are streams, some whole answers.
 About a third are unkind: readers that wait before each part, clients that leave in the midst of an
 answer, JSON that is none, bytes that are no UTF-8, bodies far too large. Every request has to end
 as its kind should: with a whole answer, or with the error that its fault deserves.
+
+Several bundles are asked in turn. `--max-loaded N` lets the server have at most N of them open at a
+time, so that it opens and closes them under the load.
 
 Prints the requests by kind and outcome; the time to the first token and the tokens per second of
 streams (median and 99th percentile); how often a request was overtaken by one that was sent at
@@ -17,7 +21,8 @@ without an end, connections that send half a request and grammars that do not en
 figures, too.
 
 `--compare` measures, in turn for this many rounds, the same streams by one client of the server and
-by the engine itself in this process, and prints the ratio of their tokens per second.
+by the engine itself in this process, both with the first bundle, and prints the ratio of their
+tokens per second.
 """
 
 from __future__ import annotations
@@ -126,6 +131,7 @@ class Load:
     url: str
     max_new_tokens: int
     kinds: list[str]
+    models: Sequence[str | None] = (None,)  # that are asked in turn; None is the server's first
     outcomes: list[Outcome] = field(default_factory=list)
     attacks: Counter[str] = field(default_factory=Counter)  # that the server has ended
 
@@ -141,7 +147,9 @@ class Load:
                 self.outcomes.append(outcome)
                 try:
                     async with asyncio.timeout(PATIENCE):
-                        await ask(self.url, body_of(kind, number, self.max_new_tokens), outcome)
+                        model = self.models[number % len(self.models)]
+                        body = body_of(kind, number, self.max_new_tokens, model)
+                        await ask(self.url, body, outcome)
                 except TimeoutError:
                     outcome.ended_as = "hung"
                 except httpx.HTTPError as error:
@@ -178,8 +186,8 @@ def kinds(num_requests: int, seed: int) -> list[str]:
     return names[:num_requests] + drawn[len(names) :]  # each kind at least once
 
 
-def body_of(kind: str, number: int, max_new_tokens: int) -> bytes:
-    """Returns the body of a request."""
+def body_of(kind: str, number: int, max_new_tokens: int, model: str | None = None) -> bytes:
+    """Returns the body of a request; without a model the server's first one answers."""
     question = f"{QUESTIONS[number % len(QUESTIONS)]} (Request {number})"
     if kind == "oversized body":
         question = "x" * TOO_LARGE
@@ -187,6 +195,7 @@ def body_of(kind: str, number: int, max_new_tokens: int) -> bytes:
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_new_tokens,
         "temperature": 0,
+        "model": model,
     }
     if kind != "whole":
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -294,10 +303,12 @@ def resources(pid: int) -> dict[str, float]:
 def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
     """Starts the server; returns its process and address once it answers."""
     code = "from spec_runtime.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(arguments.bundle), "--port", "0"]
-    for name in ("drafter", "threads"):
+    command = [sys.executable, "-c", code, "serve", "--port", "0"]
+    for name, folder in zip(names_of(arguments.bundle), arguments.bundle, strict=True):
+        command += ["--bundle", f"{name}={folder}"]
+    for name in ("drafter", "threads", "max_loaded"):
         if (value := getattr(arguments, name)) is not None:
-            command += [f"--{name}", str(value)]
+            command += [f"--{name.replace('_', '-')}", str(value)]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -308,6 +319,18 @@ def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], 
         process.kill()
         raise UserError(f"the server did not start: {line}{process.stderr.read()}")
     return process, found[0]
+
+
+def names_of(bundles: Sequence[Path]) -> list[str]:
+    """Returns names that tell bundles apart, also those of one checkpoint."""
+    return [f"bundle-{number}" for number in range(1, len(bundles) + 1)]
+
+
+def openings(url: str) -> dict[str, int]:
+    """Returns how often the server has opened each of several bundles."""
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
+    found = re.findall(r'^specsplit_openings_total\{model="(.+)"\} (\S+)$', text, re.MULTILINE)
+    return {name: int(float(count)) for name, count in found}
 
 
 def kept(before: dict[str, float], after: dict[str, float]) -> list[str]:
@@ -331,7 +354,7 @@ def settle(pid: int, before: dict[str, float]) -> dict[str, float]:
 def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the tokens per second of one client and of the engine in this process, in turn."""
     engine = spec_runtime.load(
-        arguments.bundle, drafter=arguments.drafter, threads=arguments.threads
+        arguments.bundle[0], drafter=arguments.drafter, threads=arguments.threads
     )
     rates: list[tuple[float, float]] = []
     for number in range(arguments.compare + 1):
@@ -373,8 +396,10 @@ def num_streamed(url: str, body: bytes) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    flags = ("--bundle", "--drafter", "--max-new-tokens", "--threads", "--json")
-    parser = command_line(__doc__, *flags, required=("--bundle",), max_new_tokens=48)
+    flags = ("--drafter", "--max-new-tokens", "--threads", "--json")
+    parser = command_line(__doc__, *flags, max_new_tokens=48)
+    parser.add_argument("--bundle", type=Path, action="append", required=True, help="repeatable")
+    parser.add_argument("--max-loaded", type=int, metavar="BUNDLES", help="default: all of them")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
@@ -382,21 +407,33 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
     arguments = parse(parser, words)
     process, url = start_server(arguments)
+    models = names_of(arguments.bundle)
+
+    def warm_up() -> None:
+        """Asks each bundle, the first one last, so that the same ones are open after it."""
+        for model in reversed(models):
+            load = Load(url, arguments.max_new_tokens, 3 * list(KINDS), [model])
+            asyncio.run(load.run(arguments.clients))
+
     try:
-        warm_up = Load(url, arguments.max_new_tokens, 3 * list(KINDS))
-        asyncio.run(warm_up.run(arguments.clients))
+        warm_up()
         before = resources(process.pid)
-        load = Load(url, arguments.max_new_tokens, kinds(arguments.requests, arguments.seed))
+        drawn = kinds(arguments.requests, arguments.seed)
+        load = Load(url, arguments.max_new_tokens, drawn, models)
         begun = time.perf_counter()
         asyncio.run(load.run(arguments.clients))
         figures = summary(load.outcomes)
         figures["seconds"] = time.perf_counter() - begun
         figures["clients"] = arguments.clients
         if arguments.hostile:
-            again = Load(url, arguments.max_new_tokens, load.kinds)
+            again = Load(url, arguments.max_new_tokens, drawn, models)
             asyncio.run(again.run(arguments.clients, arguments.hostile))
             attacked = summary(again.outcomes) | {"attacks_ended": dict(again.attacks)}
             figures["hostile"], figures["attacked"] = arguments.hostile, attacked
+        if len(models) > 1:
+            figures["bundles"], figures["max_loaded"] = len(models), arguments.max_loaded
+            figures["openings"] = openings(url)
+            warm_up()
         figures["before"], figures["after"] = before, settle(process.pid, before)
         if arguments.compare:
             figures["one_client"] = compare(url, arguments)
@@ -406,7 +443,7 @@ def main(words: Sequence[str] | None = None) -> int:
         process.kill()
         process.wait()
     print(json.dumps(figures, indent=2))
-    manifest = manifest_of(arguments.bundle)
+    manifest = manifest_of(arguments.bundle[0])
     write(arguments.json, figures, threads=arguments.threads, manifest=manifest, note=NOTE)
     is_bad = (
         figures["wrong"]

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
-from spec_runtime import Chunk, GenerationResult
-from spec_runtime.requests.answer import AnswerReader, GetForm
+from spec_runtime import Chunk, GenerationResult, TokenLogprob
+from spec_runtime.requests.answer import AnswerForm, GetForm
 from spec_runtime.requests.call_reader import Part
 from spec_runtime.serving.answers import Answers
+from spec_runtime.serving.replies import ShownTokens, TokenTexts, whole_chunk
 from spec_runtime.serving.streams import typed_event_of
 
 Object = dict[str, Any]
+Shown = list[tuple[TokenLogprob, int]]
 _PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}  # of the items' ids
 _EVENTS = {
     "text": "output_text",
@@ -26,12 +29,18 @@ _EVENTS = {
 class ResponseReply:
     """Writes one response.
 
-    `repeated` are the fields that say what was asked for. `get_form` says how the answer is read,
-    once it has begun. `keep` is called with the response once it is complete.
+    `repeated` are the fields that say what was asked for. `texts` writes the tokens whose
+    log-probabilities are asked for. `get_form` says how the answer is read, once it has begun.
+    `keep` is called with the response once it is complete.
     """
 
     def __init__(
-        self, model: str, repeated: Object, get_form: GetForm, keep: Callable[[Object], None]
+        self,
+        model: str,
+        repeated: Object,
+        texts: TokenTexts,
+        get_form: GetForm,
+        keep: Callable[[Object], None],
     ) -> None:
         self._head: Object = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -42,9 +51,10 @@ class ResponseReply:
             "error": None,
             **repeated,
         }
+        self._texts = texts
         self._get_form = get_form
         self._keep = keep
-        self._reader: AnswerReader | None = None
+        self._reader: _Reader | None = None
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
         self._has_calls = False
@@ -52,8 +62,8 @@ class ResponseReply:
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         (result,) = results
-        self._reader = self._get_form().reader(streams=False)
-        *_, last = self.parts(Chunk(text=result.text, result=result))
+        self._reader = _Reader(self._get_form(), self._texts.tokens_of_choice(), streams=False)
+        *_, last = self.parts(whole_chunk(result))
         response: Object = last["response"]
         return response
 
@@ -66,14 +76,14 @@ class ResponseReply:
     def parts(self, chunk: Chunk) -> Iterator[Object]:
         """Yields the events for one chunk of the answer; the last chunk's end the response."""
         if self._reader is None:
-            self._reader = self._get_form().reader()
+            self._reader = _Reader(self._get_form(), self._texts.tokens_of_choice())
         if not self._num_events:
             begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
             begun["incomplete_details"] = None
             yield self._event("created", response=begun)
             yield self._event("in_progress", response=begun)
-        for part in self._reader.push(chunk.text, chunk.result is not None):
-            yield from self._events_of(part)
+        for part, shown in self._reader.push(chunk):
+            yield from self._events_of(part, shown)
         if chunk.result is None:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
@@ -84,8 +94,9 @@ class ResponseReply:
         response = self._finished(chunk.result, is_cut)
         yield self._event(response["status"], response=response)
 
-    def _events_of(self, part: Part) -> Iterator[Object]:
-        """Yields the events for a part of the answer: its item begins if it is another one."""
+    def _events_of(self, part: Part, shown: Shown) -> Iterator[Object]:
+        """Yields the events for a part of the answer and the tokens that it shows: its item begins
+        if it is another one."""
         kind = "call" if part.kind == "arguments" else part.kind
         if part.kind == "call" or self._item is None or kind != self._item.kind:
             yield from self._end("completed")
@@ -93,7 +104,10 @@ class ResponseReply:
         if part.kind != "call":
             assert self._item is not None
             self._item.text += part.text
-            more: Object = {"logprobs": []} if kind == "text" else {}
+            more: Object = {}
+            if kind == "text":
+                more["logprobs"] = self._texts.response(shown)
+                self._item.logprobs += more["logprobs"]
             yield self._item_event(f"{_EVENTS[kind]}.delta", delta=part.text, **more)
 
     def _begin(self, item: _Item) -> Iterator[Object]:
@@ -114,7 +128,9 @@ class ResponseReply:
         if item.kind == "call":
             told: Object = {"name": item.name, "arguments": item.text}
         else:
-            told = {"text": item.text, **({"logprobs": []} if item.kind == "text" else {})}
+            told = {"text": item.text}
+            if item.kind == "text":
+                told["logprobs"] = item.logprobs
         yield self._item_event(f"{_EVENTS[item.kind]}.done", **told)
         if item.kind != "call":
             yield self._item_event("content_part.done", part=item.part())
@@ -148,6 +164,50 @@ class ResponseReply:
         return response
 
 
+class _Reader:
+    """Reads one answer, and says which of its tokens each piece of its text shows.
+
+    The tokens of thinking, of calls, and of what is said after a call belong to no text.
+    """
+
+    def __init__(self, form: AnswerForm, tokens: ShownTokens, streams: bool = True) -> None:
+        self._form, self._tokens = form, tokens
+        self._reader = form.reader(streams)
+        self._answer = ""
+        self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
+        self._begin = self._end = 0  # of the text in the answer, so far
+        self._has_text = self._has_calls = False
+
+    @property
+    def is_cut(self) -> bool:
+        return self._reader.is_cut
+
+    def push(self, chunk: Chunk) -> Iterator[tuple[Part, Shown]]:
+        """Yields the parts that a chunk completes, each with the tokens that it shows."""
+        self._answer += chunk.text
+        self._waiting.extend(self._tokens.take(chunk))
+        is_last = chunk.result is not None
+        for part in self._reader.push(chunk.text, is_last):
+            self._has_calls = self._has_calls or part.kind == "call"
+            is_text = part.kind == "text" and not self._has_calls
+            yield part, self._shown_by(len(part.text)) if is_text else []
+        if is_last and not self._has_calls and (rest := self._shown_by(len(self._answer) + 1)):
+            yield Part("text", ""), rest  # of tokens without a text of their own
+
+    def _shown_by(self, num_characters: int) -> Shown:
+        """Returns the tokens that begin in the next characters of the text."""
+        if not self._has_text:
+            self._has_text = True
+            self._begin = self._end = _begin_of_text(self._form, self._answer)
+        self._end += num_characters
+        shown = []
+        while self._waiting and self._waiting[0][1] < self._end:
+            entry, place = self._waiting.popleft()
+            if place >= self._begin:
+                shown.append((entry, place))
+        return shown
+
+
 class _Item:
     """An item of the output that is on its way: a message, thinking, or a call of `name`."""
 
@@ -155,13 +215,15 @@ class _Item:
         self.kind, self.name = kind, name
         self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
         self.text = ""  # or the arguments
+        self.logprobs: list[Object] = []  # of a message's tokens
         self._call_id = f"call_{uuid.uuid4().hex[:24]}"
 
     def part(self) -> Object:
         """Returns the only part of the item's content."""
         if self.kind == "thinking":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        found = {"text": self.text, "annotations": [], "logprobs": [*self.logprobs]}
+        return {"type": "output_text", **found}
 
     def written(self, status: str) -> Object:
         """Returns the item as it is so far."""
@@ -172,6 +234,16 @@ class _Item:
         if self.kind == "thinking":
             return {"id": self.id, "type": "reasoning", "summary": [], **said}
         return {"id": self.id, "type": "message", "role": "assistant", **said}
+
+
+def _begin_of_text(form: AnswerForm, answer: str) -> int:
+    """Returns where an answer's text begins, after the thinking and the white space around it; past
+    its end if the thinking is not over."""
+    tags = form.tags
+    if tags is None or not (form.is_begun or answer.lstrip().startswith(tags.opening)):
+        return 0
+    _, tag, text = answer.partition(tags.closing)
+    return len(answer) - len(text.lstrip()) if tag else len(answer) + 1
 
 
 def _usage(result: GenerationResult) -> Object:

@@ -15,7 +15,15 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 from spec_runtime.serving.ignored import Tolerant
-from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole, has
+from spec_runtime.serving.schemas import (
+    MAX_TOP_LOGPROBS,
+    ChatMessage,
+    ChatRequest,
+    Flag,
+    Number,
+    Whole,
+    has,
+)
 
 Object = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -24,7 +32,7 @@ LOGPROBS = "message.output_text.logprobs"
 # Fields that a response repeats as they were asked for.
 REPEATED = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id"),
-    *("metadata", "temperature", "tool_choice", "tools", "top_p", "user"),
+    *("metadata", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
 )
 
 
@@ -61,6 +69,8 @@ class ResponsesRequest(Tolerant):
     tools: Annotated[list[Object], MaxLen(128)] | None = None
     tool_choice: str | Object | None = None
     reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None  # LOGPROBS; others are ignored
+    top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Object | None = None
     parallel_tool_calls: Flag | None = None
     metadata: dict[str, str] | None = None
@@ -69,14 +79,12 @@ class ResponsesRequest(Tolerant):
 
     # Taken where they ask for nothing more.
     background: Literal[False] | None = None
-    top_logprobs: Annotated[Whole, Ge(0), Le(0)] | None = None
     truncation: Literal["disabled"] | None = None
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
 
     # Taken and ignored.
-    include: list[str] | None = None
     stream_options: Object | None = None
     service_tier: str | None = None
     context_management: list[Object] | None = None
@@ -86,11 +94,16 @@ class ResponsesRequest(Tolerant):
 
     @model_validator(mode="after")
     def _check_together(self) -> ResponsesRequest:
-        if LOGPROBS in (self.include or ()):
-            raise UserError(f"'include' has {LOGPROBS!r}, which /v1/chat/completions has only")
+        if self.top_logprobs and not self.has_logprobs:
+            raise UserError(f"'top_logprobs' is only allowed when 'include' has {LOGPROBS!r}")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
         return self
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Says whether the log-probabilities of the answer's tokens are asked for."""
+        return LOGPROBS in (self.include or ())
 
     @property
     def _format(self) -> Object | None:
@@ -127,6 +140,8 @@ class ResponsesRequest(Tolerant):
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs,
             tools=None if self.tools is None else [_as_function(tool) for tool in self.tools],
             tool_choice=_as_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
@@ -146,6 +161,7 @@ class ResponsesRequest(Tolerant):
             "temperature": 1.0,
             "tool_choice": "auto",
             "tools": [],
+            "top_logprobs": 0,
             "top_p": 1.0,
         }
         for name, value in defaults.items():
