@@ -61,7 +61,7 @@ def test_each_answer_is_the_one_it_gets_by_itself(
     folder: Path, name: str, sampling: CallOptions
 ) -> None:
     engine = spec_runtime.load(folder, name, threads=1)
-    options: CallOptions = {"max_new_tokens": 40, "ignore_eos": True, **sampling}
+    options: CallOptions = {"max_new_tokens": 24, "ignore_eos": True, **sampling}
     alone = [engine.generate(prompt, **options) for prompt in MANY]
     together = engine.generate_many(MANY, parallel=NUM_LANES, **options)
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
@@ -76,7 +76,7 @@ def test_below_fp32_answers_are_the_same_where_trees_are(
 ) -> None:
     """Without drafts, and with whole trees for calls that have a seed."""
     out = fluent.build(tmp_path / "bundle", "parallelspec", precision=precision, lanes=NUM_LANES)
-    options: CallOptions = {"max_new_tokens": 40, "ignore_eos": True}
+    options: CallOptions = {"max_new_tokens": 24, "ignore_eos": True}
     prompts = [10 * MANY[0], *MANY]  # one of several chunks
     for name, chosen in (("none", SAMPLING), ("parallelspec", SAMPLING[1:])):
         engine = spec_runtime.load(out, name, threads=1)

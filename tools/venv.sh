@@ -34,6 +34,6 @@ PY
   echo "$wanted" > ".venv/specsplit-$extras.stamp"
 }
 
-# Compiles what is installed in .venv with so many processes, 0 for one a core. A package may have
-# files for another Python: nothing is said of them, as by pip.
-compile_packages() { .venv/bin/python -m compileall -qq -j "$1" .venv/lib || true; }
+# Compiles what is installed in .venv, but tests of packages, with so many processes, 0 for one a
+# core. A package may have files for another Python: nothing is said of them, as by pip.
+compile_packages() { .venv/bin/python -m compileall -qq -x /tests/ -j "$1" .venv/lib || true; }

@@ -14,7 +14,7 @@ import pytest
 import torch
 from said import Said
 from tiny_target import save_llama
-from tiny_training import largest_file, stop_in, train_in_processes
+from tiny_training import largest_file, stop_in
 
 from spec_export import target
 from spec_export.training import checkpoint, features, tap_codes
@@ -199,27 +199,6 @@ def test_two_processes_cannot_write_one_feature_cache(
     features.build(tmp_path / "f", examples, model, "t", ())
     assert refused
     assert features.build(tmp_path / "f", examples, model, "t", ()).num_sequences == len(examples)
-
-
-# One of two processes takes longer for its features than the group waits for anybody.
-SLOW_FEATURES = """
-import datetime, time
-import accelerate
-from spec_export.training import features, run
-made, forward = run.Accelerator, features._forward
-limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=4))
-run.Accelerator = lambda kwargs_handlers: made(kwargs_handlers=[*kwargs_handlers, limit])
-def slow(*arguments):
-    time.sleep(6)
-    return forward(*arguments)
-features._forward = slow
-"""
-
-
-def test_other_processes_wait_for_the_features_however_long(recipe: Path, tmp_path: Path) -> None:
-    words = ["train", str(recipe), "--set", "train.max_steps=1", "--out", str(tmp_path / "run")]
-    train_in_processes([(2, {}, str(tmp_path / "log"), words)], SLOW_FEATURES)
-    assert (tmp_path / "run" / "drafter").is_dir()
 
 
 def test_the_features_are_allocated_before_they_are_computed(

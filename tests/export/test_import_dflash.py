@@ -34,11 +34,12 @@ from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 
 N, VOCAB, ROWS, MASK, THETA = 6, 98, 4, 9, 300.0
+EPS = 2**-16  # which float32 holds exactly, so that GGUF files give graphs of the others' make
 IDS = torch.arange(0, VOCAB, 2)  # the draft vocabulary of speculators' files
 OFFSETS = {"d2t": IDS - torch.arange(len(IDS))}
 LAYER: dict[str, Any] = {
     **{"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu"},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": EPS},
     **{"num_hidden_layers": 2, "head_dim": 8, "rope_theta": THETA},
 }
 NESTED = {"target_layer_ids": [0, 2, 5], "mask_token_id": MASK}
@@ -101,6 +102,7 @@ GGUF_KEYS: dict[str, Any] = {
     **{"embedding_length": 32, "block_count": 2, "attention.head_count": 4, "block_size": ROWS},
     **{"attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8},
     **{"rope.freq_base": THETA, "target_layers": [1, 3, N]},  # layers' inputs
+    "attention.layer_norm_rms_epsilon": EPS,
 }
 
 # A config as the library writes it, fields of our drafter, and how its tensors are written.
@@ -241,7 +243,7 @@ def published_block(
     """Returns what the head reads, a row for each of the block's, after context rows [p, D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * state[f"{name}.weight"]
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * state[f"{name}.weight"]
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ state[f"{name}.weight"].T
@@ -304,7 +306,7 @@ def published_block(
 def random_drafter(name: str, llama: Path) -> dflash.Drafter:
     config = dflash.Config(
         taps=(1, 3, N), block_size=ROWS, mask_token_id=MASK, rope={"rope_theta": THETA},
-        norm_eps=1e-5, head_dim=8, num_heads=4, num_kv_heads=2, intermediate_size=48,
+        norm_eps=EPS, head_dim=8, num_heads=4, num_kv_heads=2, intermediate_size=48,
         **FORMATS[name][1],
     )  # fmt: skip
     torch.manual_seed(3)

@@ -10,8 +10,6 @@ import json
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +23,7 @@ from huggingface_hub import constants
 from said import Said
 from small import Run, write_small_bundle
 from tiny_target import make_tokenizer, save_llama
+from tiny_training import largest_file
 from workshop import Workshop
 
 import spec_runtime
@@ -32,6 +31,7 @@ from spec_export import demo, target
 from spec_export.bundling import options as build_options
 from spec_export.bundling.drafters import warn_of_doubts
 from spec_export.bundling.manifest import write_tokenizer
+from spec_export.cli import main
 from spec_export.cli.report import TerminalReport
 from spec_export.decoder import Backbone
 from spec_export.drafters import draft_model, parallelspec, skip_layer
@@ -552,31 +552,23 @@ def test_of_two_builds_into_one_folder_the_second_is_refused(
     assert list(tmp_path.iterdir()) == [out]
 
 
-FULL_DISK = """
-import resource, signal, sys
-from spec_export.cli import main
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for room in (2_000, 50_000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-    try:
-        main(["build", "--model", sys.argv[1], "--out", sys.argv[2]])
-    except SystemExit as end:
-        print("exit code", end.code, file=sys.stderr)
-"""
-
-
 def test_no_room_for_a_file_is_one_line_and_nothing_is_left(
-    workshop: Workshop, tmp_path: Path
+    workshop: Workshop, tmp_path: Path, run: Run
 ) -> None:
     """A limit for files' sizes stands for a full disk: both raise OSError in the middle of one."""
-    model, out = str(workshop.llama()), tmp_path / "new" / "bundle"
-    command = [sys.executable, "-c", FULL_DISK, model, str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    told = f"error: [Errno 27] File too large: '{out}'\nexit code 2\n"
-    assert ended.stderr.count(told) == ended.stderr.count("error: ") == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert list(tmp_path.iterdir()) == []
+    words = ["build", "--model", workshop.llama(), "--out"]
+    # the trace that tests share is a file, too
+    assert run(*words, tmp_path / "whole", main=main)[0] == 0
+    shutil.rmtree(tmp_path / "whole")
+    out = tmp_path / "new" / "bundle"
+    for room in (2_000, 50_000):
+        with largest_file(room):
+            code, _, err = run(*words, out, main=main)
+        assert code == 2
+        assert err.endswith(f"error: [Errno 27] File too large: '{out}'\n")
+        assert err.count("error: ") == 1
+        assert "Traceback" not in err
+        assert list(tmp_path.iterdir()) == []
 
 
 # ---- damage ----

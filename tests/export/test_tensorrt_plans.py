@@ -465,9 +465,9 @@ def test_what_tensorrt_cannot_parse_is_one_line(
     ("names", "capabilities"),
     [
         ([name for name in drafters.trainable() if name != SHARED_CACHE], CAPABILITIES[1:2]),
-        (["parallelspec"], CAPABILITIES),
+        (["parallelspec"], CAPABILITIES[::2]),
     ],
-    ids=["all drafters", "three GPUs"],
+    ids=["all drafters", "two other GPUs"],
 )
 def test_target_and_drafters_are_built(
     rtx: Any,
@@ -496,11 +496,11 @@ def test_target_and_drafters_are_built(
 def test_the_other_graphs_and_precisions_are_built(
     rtx: Any, workshop: Workshop, backbone: Backbone, tmp_path: Path, precision: str
 ) -> None:
-    """Builds in every precision the graph of a drafter that no bundle here has, one of the others,
-    and a target with sliding windows."""
+    """Builds in every precision the graph of a drafter that no bundle here has and a target with
+    sliding windows, and in those that no bundle of drafters here has also one of the others."""
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     models = {"windows": with_windows(dtypes[precision])}
-    for name in (SHARED_CACHE, "parallelspec"):
+    for name in (SHARED_CACHE, *(["parallelspec"] if precision != "fp16" else [])):
         for role, model in drafter_graphs(workshop, backbone, name).items():
             models[f"{name}-{role}"] = model
     for name, model in models.items():

@@ -50,19 +50,37 @@ def test_a_run_leaves_a_drafter_and_its_curves(finished: Path) -> None:
     ]
 
 
-def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_path: Path) -> None:
-    """The same optimiser steps, their gradients summed in another order."""
+# One of two processes takes longer for its features than the group waits for anybody.
+SLOW_FEATURES = """
+import datetime, time
+import accelerate
+from spec_export.training import features, run
+made, forward = run.Accelerator, features._forward
+limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=4))
+run.Accelerator = lambda kwargs_handlers: made(kwargs_handlers=[*kwargs_handlers, limit])
+def slow(*arguments):
+    time.sleep(6)
+    return forward(*arguments)
+features._forward = slow
+"""
+
+
+def test_two_processes_train_as_one_with_twice_the_batches(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    """The same optimiser steps, their gradients summed in another order. The second process waits
+    for the features of the first, however long they take."""
     losses = {}
     for processes in (1, 2):
-        out, cache = tmp_path / f"{processes}", recipe.parent / "run" / "features"
+        out = tmp_path / f"{processes}"
         options = [f"train.grad_accumulation={2 // processes}", "drafter.anchor_fraction=1.0"]
         options += ["train.ema=0.9", "train.log_every=1"]
         if processes == 1:
-            train.run(recipe, options, out, cache=cache)
+            train.run(recipe, options, out, cache=finished / "features")
         else:
             sets = [word for option in options for word in ("--set", option)]
-            words = ["train", str(recipe), "--out", str(out), "--cache", str(cache), *sets]
-            train_in_processes([(2, {}, str(tmp_path / "log"), words)])
+            words = ["train", str(recipe), "--out", str(out), *sets]
+            train_in_processes([(2, {}, str(tmp_path / "log"), words)], SLOW_FEATURES)
         losses[processes] = [float(row["loss"]) for row in curve(out) if row["loss"]]
     assert len(losses[1]) >= 3
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)

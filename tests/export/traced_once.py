@@ -18,8 +18,6 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
-MAX_BYTES = 2**24  # of weights: those of a real model would fill the disk
-
 
 def _content(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -45,10 +43,7 @@ class _Digester(pickle.Pickler):
 
 
 def _digest(module: nn.Module, args: object, options: object) -> str | None:
-    """Returns what names the trace of a module, None where it is large or cannot be pickled."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if sum(tensor.nbytes for tensor in tensors) > MAX_BYTES:
-        return None
+    """Returns what names the trace of a module, None where it cannot be pickled."""
     # A module of a test's own file may have the name of another one.
     code = [marshal.dumps(type(part).forward.__code__) for part in module.modules()]
     file = io.BytesIO()
@@ -111,11 +106,16 @@ class TracedOnce:
                 names = _read_by_the_exporter(program, module)
                 (self.folder / f"{digest}.json").write_text(json.dumps(names))
                 file = self._file(digest, names, parameters)
+                for name, value in program.model.graph.initializers.items():
+                    if name in parameters:  # not kept: those of a real model would fill the disk
+                        value.const_value = ir.tensor([0.0], name=name)
                 file.write_bytes(ir.to_proto(program.model).SerializeToString())
         model = ir.from_proto(onnx.load(file))
         for name, value in model.graph.initializers.items():
             if name in parameters:
-                value.const_value = ir.tensor(parameters[name].detach(), name=name)
+                tensor = ir.tensor(parameters[name].detach(), name=name)
+                value.const_value, value.dtype = tensor, tensor.dtype
+                value.shape = ir.Shape(parameters[name].shape)
         return SimpleNamespace(model=model)
 
     def _find(self, digest: str, parameters: Mapping[str, Tensor]) -> Path | None:

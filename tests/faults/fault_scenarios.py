@@ -45,11 +45,20 @@ class Shop:
     folder: Path
 
     @classmethod
-    def open(cls, folder: Path) -> Shop:
-        """Makes a tiny target, a drafter, a bundle, prompts and rows in `folder`."""
+    def open(cls, folder: Path, workshop: Path | None = None) -> Shop:
+        """Makes a tiny target, a drafter, a bundle, prompts and rows in `folder`.
+
+        Copies the models from the folder of a workshop that has made the bundle, if one is given.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         shop = cls(folder)
-        call(_make_models, folder, sys.path)
+        if workshop is None:
+            call(_make_models, folder, sys.path)
+        else:
+            for name in ("data.jsonl", "medusa.toml"):
+                shutil.copy(workshop / name, folder / name)
+            for each in (shop.llama, shop.drafter, shop.bundle):
+                shutil.copytree(workshop / each.relative_to(folder), each)
         prompts = [json.dumps({"prompt": f"say {word}{i}"}) for i in range(6) for word in "ab"]
         assert len(prompts) == PROMPTS
         shop.prompts.write_text("".join(line + "\n" for line in prompts))
@@ -148,15 +157,9 @@ class Build(Scenario):
 
     name = "build"
 
-    def __init__(self, shop: Shop, drafter: bool = True) -> None:
-        super().__init__(shop)
-        self._with_drafter = drafter
-
     def arguments(self) -> list[str]:
-        arguments = ["spec-export", "build", "--model", str(self.shop.llama), "--out", "bundle"]
-        if self._with_drafter:
-            arguments += ["--drafter-checkpoint", str(self.shop.drafter)]
-        return arguments
+        inputs = ["--model", str(self.shop.llama), "--drafter-checkpoint", str(self.shop.drafter)]
+        return ["spec-export", "build", *inputs, "--out", "bundle"]
 
     def check_kept(self, place: Path) -> None:
         if (place / "bundle").exists():
@@ -167,13 +170,12 @@ class Build(Scenario):
 
 
 class BuildOver(Build):
-    """Builds a bundle in place of another one."""
+    """Builds a bundle in place of another one, which has no graphs for lanes."""
 
     name = "build over"
 
     def prepare(self, place: Path) -> None:
-        other = Build(self.shop, drafter=False)
-        shutil.copytree(self.shop.old("old-bundle", other.arguments()), place, dirs_exist_ok=True)
+        shutil.copytree(self.shop.bundle, place / "bundle")
 
     def check_kept(self, place: Path) -> None:
         # Between two renames the old bundle stands beside its place; the next build puts it back.

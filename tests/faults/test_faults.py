@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,16 +22,22 @@ from fault_processes import Death
 from fault_scenarios import SCENARIOS, Damaged, Shop
 from fault_trials import Disturber, Trial, why_no_mounts
 
+if TYPE_CHECKING:
+    from workshop import Workshop
+
 # Those that take a second or two; builds take several.
 QUICK = [name for name in SCENARIOS if not name.startswith("build")]
 MEASURING = [name for name, scenario in SCENARIOS.items() if scenario.measures]
 
 
 @pytest.fixture(scope="module")
-def disturber(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Disturber]:
+def disturber(
+    workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Disturber]:
     """Returns a function that gives the disturber of a scenario, each made once."""
     folder = tmp_path_factory.mktemp("faults")
-    shop = Shop.open(folder / "shop")
+    workshop.bundle("medusa")
+    shop = Shop.open(folder / "shop", workshop.folder)
     made: dict[str, Disturber] = {}
 
     def get(name: str) -> Disturber:

@@ -48,7 +48,7 @@ def test_the_soak_notices_a_wrong_answer(
         return dataclasses.replace(result, token_ids=[3, *result.token_ids])
 
     monkeypatch.setattr(Engine, "generate", spoilt)
-    findings, _ = soak.soak(fluent.bundle("medusa"), seconds=3, seed=0, workers=1)
+    findings, _ = soak.soak(fluent.bundle("medusa"), seconds=1, seed=0, workers=1)
     assert any("parts at token 0" in failure for failure in findings.failures)
 
 
@@ -80,7 +80,7 @@ def test_the_soak_of_a_batch_notices_another_answer(
         return dataclasses.replace(result, token_ids=[3, *result.token_ids])
 
     monkeypatch.setattr(AsyncEngine, "generate", spoilt)
-    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=3)
+    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=1)
     assert len(found.parted) > len(ties)
     assert any("parts at token 0" in failure for failure in found.findings.failures)
 
