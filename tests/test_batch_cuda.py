@@ -47,6 +47,8 @@ def fluent_folder(fluent: FluentWorkshop, tmp_path_factory: pytest.TempPathFacto
     """Returns an fp32 bundle for CUDA with every drafter and graphs for up to three lanes."""
     out = tmp_path_factory.mktemp("lanes") / "bundle"
     options: dict[str, Any] = {"device": "cuda", "precision": "fp32", "lanes": NUM_LANES}
+    for name in reversed(drafters.trainable()):  # the process of test_batch.py begins with others
+        fluent.drafter(name)
     return fluent.build(out, *drafters.trainable(), **options)
 
 

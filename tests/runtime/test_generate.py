@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime import generate
+from spec_runtime import GenerationResult, generate
 from spec_runtime.engine import Engine
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
@@ -37,32 +38,41 @@ def run(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[list[int], 
     return [token for step in steps for token in step.tokens], steps
 
 
+@cache
+def plain_answers(seed: int) -> list[tuple[dict[str, Any], GenerationResult]]:
+    """Returns options, greedy and sampled, each with plain decoding's answer of a random model."""
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "seed": seed},
+        {"temperature": 1.3, "seed": seed, "top_k": 20, "top_p": 0.9, **PENALTIES},
+    ]
+    found = []
+    for sampling in samplings:
+        options = {"max_new_tokens": 70, "ignore_eos": True, **sampling}
+        plain = make_engine("none", seed=seed, **LOOPS)
+        found.append((options, plain.generate(random_prompt(seed, 3 + seed), **options)))
+    return found
+
+
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
 @pytest.mark.parametrize("drafter", SPECULATIVE)
 @pytest.mark.parametrize("seed", range(12))
 def test_output_is_that_of_plain_decoding(form: str, drafter: str, seed: int) -> None:
     """Greedy and sampled, over random models, prompts and trees: token by token the same."""
-    for sampling in (
-        {"temperature": 0.0},
-        {"temperature": 0.7, "seed": seed},
-        {"temperature": 1.3, "seed": seed, "top_k": 20, "top_p": 0.9, **PENALTIES},
-    ):
-        prompt = random_prompt(seed, 3 + seed)
-        options: dict[str, Any] = {"max_new_tokens": 70, "ignore_eos": True, **sampling}
-        model: dict[str, Any] = {"seed": seed, **LOOPS}
-        plain = make_engine("none", **model).generate(prompt, **options)
+    for options, plain in plain_answers(seed):
         engine = make_engine(
             drafter,
             form=form,
             taps=(3, 5) if seed % 2 else (),
             budget=Budget(2 + seed, growth=Grown(0.01)),
-            **model,
+            seed=seed,
+            **LOOPS,
         )
-        result = engine.generate(prompt, **options)
+        result = engine.generate(random_prompt(seed, 3 + seed), **options)
         assert result.token_ids == plain.token_ids
         assert len(result.token_ids) == 70
         assert (plain.stats.accepted_length, plain.stats.acceptance_by_depth) == (1.0, [])
-        if sampling["temperature"] == 0 and seed > 2:
+        if options["temperature"] == 0 and seed > 2:
             assert result.stats.accepted_length > 1.1, "the draft was never right: no test"
 
 
@@ -193,17 +203,17 @@ def test_ignore_eos_goes_on_and_stop_ids_do_not_care() -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("max_new_tokens", range(1, 12))
-def test_max_tokens_is_exact(drafter: str, max_new_tokens: int) -> None:
+def test_max_tokens_is_exact(drafter: str) -> None:
     prompt = random_prompt(2)
-    engine = make_engine(drafter, peak=9.0)
-    result = engine.generate(prompt, max_new_tokens=max_new_tokens)
-    assert len(result.token_ids) == max_new_tokens
-    assert result.finish_reason == "length"
-    assert result.stats.committed_tokens == max_new_tokens - 1
-    assert engine.target.length == len(prompt) + max_new_tokens - 1
     longer = make_engine(drafter, peak=9.0).generate(prompt, max_new_tokens=20)
-    assert result.token_ids == longer.token_ids[:max_new_tokens]
+    for max_new_tokens in range(1, 12):
+        engine = make_engine(drafter, peak=9.0)
+        result = engine.generate(prompt, max_new_tokens=max_new_tokens)
+        assert result.token_ids == longer.token_ids[:max_new_tokens]
+        assert len(result.token_ids) == max_new_tokens
+        assert result.finish_reason == "length"
+        assert result.stats.committed_tokens == max_new_tokens - 1
+        assert engine.target.length == len(prompt) + max_new_tokens - 1
 
 
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
