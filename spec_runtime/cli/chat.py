@@ -58,10 +58,8 @@ def command(
     bundle = bundle or bundles.find()
     variables = options.template_kwargs(template_kwargs)
     engine = options.open_engine(bundle, loading)
-    if variables is not None:
-        engine.encode(
-            "", template_kwargs=variables
-        )  # refuses those that the template does not read
+    if variables is not None:  # refused here if the template does not read them
+        engine.encode("", template_kwargs=variables)
     names = options.drafter_names(bundle)
     chat = Chat(engine, settings, system or None, names, loading["lookup"])
     chat.is_coloured, chat.control_tokens = show_accepted, control_tokens

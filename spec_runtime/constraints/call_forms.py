@@ -1,7 +1,7 @@
-"""Lists the forms of calls whose name stands before the arguments, and the marks around calls.
+"""Lists the forms of calls whose name stands before their arguments, and the marks around calls.
 
-A form is a row of `FORMS`: what comes up to the arguments, piece by piece, and how these are
-written, as JSON or as parameters between tags. Calls that are JSON as a whole need no row.
+Each form is a row of `FORMS`, which holds the pieces before the arguments and says whether these
+are JSON or parameters between tags. A call that is JSON as a whole needs no row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ _SPACE = re.compile(r"\s*")
 _OBJECT = re.compile(r"(?={)")
 _MAX_DEPTH = 8  # of references and alternatives in a schema
 
-Piece = str | re.Pattern[str]  # a text as it is, or what fits a pattern
+Piece = str | re.Pattern[str]  # a fixed text, or whatever fits a pattern
 
 
 class Parameters(NamedTuple):
-    """Says how parameters are written between tags: what opens one, up to its value, what closes
-    it, what ends the call, and whether one line break at either end of a value is no part of it."""
+    """Says how parameters are written between tags.
+
+    `opening` holds the pieces before a value, one of them the parameter's name, and `closing` is
+    the tag after it. One of `ends` ends the call. `has_lines` says that a value stands on lines of
+    its own: one line break before and one after it do not belong to it.
+    """
 
     opening: tuple[Piece, ...]
     closing: str
@@ -32,8 +36,8 @@ class Parameters(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """Says how a call is written: what stands before its arguments, and these as parameters, or as
-    a JSON object if `parameters` is None."""
+    """Says how a call is written: the pieces before its arguments, one of them the tool's name, and
+    how `parameters` are written, None for arguments that are a JSON object."""
 
     head: tuple[Piece, ...]
     parameters: Parameters | None = None
@@ -44,12 +48,12 @@ MISTRAL = CallForm(("[TOOL_CALLS]", _SPACE, NAME, re.compile(r"(?:\[[\w\[\]]*)?\
 FORMS = (
     MISTRAL,
     CallForm(  # DeepSeek-V3 and R1
-        (_DEEPSEEK, "function<｜tool▁sep｜>", NAME, _SPACE, "```json", _SPACE, _OBJECT)
+        (_DEEPSEEK, "function", "<｜tool▁sep｜>", NAME, _SPACE, "```json", _SPACE, _OBJECT)
     ),
     CallForm((_DEEPSEEK, NAME, "<｜tool▁sep｜>", _SPACE, _OBJECT)),  # DeepSeek-V3.1
     CallForm(  # Kimi-K2
         (
-            *("<|tool_call_begin|>functions.", NAME, re.compile(r":\d*"), _SPACE),
+            *("<|tool_call_begin|>", "functions.", NAME, re.compile(r":\d*"), _SPACE),
             *("<|tool_call_argument_begin|>", _SPACE, _OBJECT),
         )
     ),
@@ -72,19 +76,19 @@ FORMS = (
         Parameters(('<parameter name="', _KEY, '">'), "</parameter>", ("</invoke>",)),
     ),
 )
-# What may stand before a call, one after another, and what may stand after it.
+# Marks before a call, of which several may follow each other, and marks after it.
 WRAPPERS = (
     *("<tool_call>", "<tool_calls>", "<seed:tool_call>", "<minimax:tool_call>", "<|tool_call|>"),
     *("[TOOL_CALLS]", "<|python_tag|>", "functools", "<|START_ACTION|>"),
     *("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>"),
 )
-OPENINGS = (*dict.fromkeys((*WRAPPERS, *(str(form.head[0]) for form in FORMS))),)
+OPENINGS = tuple(dict.fromkeys((*WRAPPERS, *(str(form.head[0]) for form in FORMS))))
 CLOSINGS = (
     *("</tool_call>", "</tool_calls>", "</seed:tool_call>", "</minimax:tool_call>"),
     *("<|/tool_call|>", "[/TOOL_CALLS]", "<|END_ACTION|>", "<｜tool▁call▁end｜>"),
     *("<｜tool▁calls▁end｜>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
 )
-# Every text above that may be a token, with those that no row spells out.
+# All texts that may be tokens: the pieces and marks above, and three more.
 MARKS = frozenset(
     piece
     for form in FORMS
@@ -95,7 +99,7 @@ _SKIPPED = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))}|\s)*")
 
 
 def after_wrappers(text: str, at: int) -> int:
-    """Returns where the marks and the white space that stand here end."""
+    """Returns where the marks and the white space that begin at this place end."""
     found = _SKIPPED.match(text, at)
     return at if found is None else found.end()
 
@@ -103,9 +107,12 @@ def after_wrappers(text: str, at: int) -> int:
 def read_pieces(
     pieces: tuple[Piece, ...], text: str, at: int, is_known: Callable[[str, bool], bool]
 ) -> tuple[str, int] | bool:
-    """Returns the name among these pieces, which stand here, and where they end; False if they do
-    not stand here, True if they may once more has come. `is_known` says of a name, and of a name's
-    beginning, whether it may stand here."""
+    """Reads these pieces at this place of a text, and returns the name among them and where they
+    end. Returns False if other text stands there, and True if the text ends before that is sure.
+
+    `is_known` says whether a name may stand there. Its second argument is true for a name at the
+    end of the text, which may be only the beginning of one.
+    """
     name = ""
     for piece in pieces:
         if isinstance(piece, str):
@@ -125,21 +132,21 @@ def read_pieces(
 
 
 def before_arguments(name: str) -> str:
-    """Returns a regular expression of the last that stands before the arguments of a call of this
-    tool, in every form in which these are JSON and come after the name."""
+    """Returns a regular expression that fits the end of what stands before a call's arguments, for
+    a tool of this name and every form in which they are JSON and follow the name."""
     name = re.escape(name)
     keyed = rf'name"\s*:\s*"{name}"\s*,\s*"(arguments|parameters)"\s*:'
     mistral = rf"\]\s*{name}(\[CALL_ID\]\w+)?\[ARGS\]"
     deepseek = rf"<｜tool▁sep｜>{name}\s*```json|>{name}<｜tool▁sep｜>"
-    kimi = rf"functions\.{name}:\d+<\|tool_call_argument_begin\|>"
+    kimi = rf"functions\.{name}:\d*\s*<\|tool_call_argument_begin\|>"
     return f"{keyed}|{mistral}|{deepseek}|{kimi}"
 
 
 def typed(value: str, schema: Any, root: Any) -> Any:
-    """Returns the value of a parameter that stands between tags as text.
+    """Returns the value of a parameter that stands as text between tags.
 
-    It is read as JSON where its schema, a part of `root`, allows what that is; otherwise it is the
-    text, as for every schema of strings.
+    Reads the text as JSON, and returns that if the parameter's schema, a part of `root`, allows its
+    type. Otherwise, and where the schema allows strings only, returns the text itself.
 
     Example: "5" is the number 5 for {"type": "integer"} and for {}, but "5" for {"type": "string"}.
     """
@@ -162,7 +169,7 @@ _KINDS: dict[type, set[str]] = {
 
 
 def _types(schema: Any, root: Any, depth: int) -> set[str]:
-    """Returns the types that a schema allows, none where it allows any."""
+    """Returns the types that a schema allows, an empty set if it allows any."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     named, values = schema.get("type"), schema.get("enum", [schema.get("const", ...)])

@@ -38,9 +38,9 @@ class Grammar:
     context-free grammar (Lark's or GBNF's notation).
 
     JSON may stand between two fixed texts, `begin` and `end`, in which the names of a tokenizer's
-    special tokens stand for these tokens. A grammar of kind any_of is one of its `choices`, which
-    are no context-free ones. One of kind triggered_json is free text, in which JSON of a choice
-    follows each text that its `begin`, here a regular expression, fits.
+    special tokens stand for these tokens. A text of kind any_of fits one of the `choices`, which
+    are no context-free grammars. A text of kind triggered_json is free, but the `choices` are JSON
+    schemas with regular expressions as `begin`: what fits one is followed by JSON of its schema.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "any_of", "triggered_json"]
@@ -136,7 +136,7 @@ def _any_of(formats: Any) -> Grammar:
 
 
 def _triggered(triggers: Any) -> Grammar:
-    """Returns the grammar of free text in which JSON follows what triggers it."""
+    """Returns the grammar of a free text in which JSON follows whatever fits a trigger's regex."""
     if not isinstance(triggers, list | tuple) or not triggers:
         raise format_error(f"got triggers {_shown(triggers)}, expected a list of at least one")
     found = []

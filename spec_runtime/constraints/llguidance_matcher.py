@@ -120,24 +120,34 @@ class GrammarCompiler:
             schema = json_schema.prepared(json.loads(grammar.text))
             compiled = library.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_STYLE)
             return str(compiled), [schema]
+        is_triggered = grammar.kind == "triggered_json"
         choices, schemas = grammar.choices or (grammar,), list[Any]()
         start = " | ".join(f"form{number}" for number in range(len(choices)))
-        lines = [f"start: {start}"]
-        if grammar.kind == "triggered_json":
-            lines = [f"start: ({start})* TEXT", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]?/"]
+        lines = self._free_text(start) if is_triggered else [f"start: {start}"]
         for number, each in enumerate(choices):
             if each.kind == "regex":
-                lines.append(f"form{number}: /(?:{_SLASH.sub(_escaped, each.text)})/")
+                lines.append(f"form{number}: {_in_lark(each.text)}")
                 continue
+            if is_triggered:
+                lines.append(f"trigger{number}[lazy]: TEXT {_in_lark(each.begin)}")
+                lines.append(f"form{number}: trigger{number} BLANK json{number}")
+            else:
+                begin, end = map(self._tokens.quoted, (each.begin, each.end))
+                lines.append(f"form{number}: {begin} json{number} {end}")
             schemas.append(json_schema.prepared(json.loads(each.text)))
-            begin, end = map(self._tokens.quoted, (each.begin, each.end))
-            if grammar.kind == "triggered_json":
-                begin, trigger = f"trigger{number} BLANK", _SLASH.sub(_escaped, each.begin)
-                lines.append(f"trigger{number}[lazy]: TEXT /(?:{trigger})/")
-            lines.append(f"form{number}: {begin} json{number} {end}")
             styled = json.dumps({"x-guidance": _JSON_STYLE, **schemas[-1]})
             lines.append(f"json{number}: %json {styled}")
         return str(library.grammar_from_lark("\n".join(lines))), schemas
+
+    def _free_text(self, forms: str) -> list[str]:
+        """Returns the rules of a text in which anything may stand before and after these forms,
+        special tokens too."""
+        lines = [r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]?/"]
+        if self._tokens.special:
+            ids = ",".join(map(str, self._tokens.special.values()))
+            forms += " | special"
+            lines.append(f"special: TEXT <[{ids}]>")
+        return [f"start: ({forms})* TEXT", *lines]
 
     def _leaves_names(self, schema: Any) -> bool:
         """Returns whether the patterns of names in a schema, which is valid, leave any."""
@@ -150,8 +160,10 @@ class GrammarCompiler:
         return True
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return r"\/" if found[0] == "/" else found[0]
+def _in_lark(regex: str) -> str:
+    """Returns a regular expression as Lark's notation has it, which ends one at a bare slash."""
+    escaped = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], regex)
+    return f"/(?:{escaped})/"
 
 
 def _with_prepared_schemas(lark: str) -> tuple[str, list[Any]]:

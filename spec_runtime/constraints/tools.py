@@ -8,8 +8,9 @@ Each family of models writes calls in its own way:
 - phi (Phi-4): `<|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>`, `functools[…]`;
 - smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
 
-An answer is forced to one of these; of a model left free each of them is read, bare ones, and those
-of call_forms.py. Anything but a whole, valid call stays text: a broken answer is no error.
+An answer is forced to the form of its family. In a free answer calls are read in every form: those
+above, bare JSON, and those of call_forms.py. Anything but a whole, valid call stays text: a broken
+answer is no error.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def answer_or_call(response_format: Any, tools: Any, family: str) -> dict[str, A
 
 
 def strict_calls(tools: Any) -> dict[str, Any] | None:
-    """Returns the `response_format` of free text in which the arguments of a call of a `strict`
-    tool fit its parameters from their first character on, None if no tool is strict. Raises
-    UserError for tools that are not in OpenAI's form."""
+    """Returns the `response_format` of a free text in which the arguments of each call of a
+    `strict` tool fit its parameters, None if no tool is strict. It holds for arguments that are
+    JSON and follow the name. Raises UserError for tools that are not in OpenAI's form."""
     functions = [tool["function"] for tool in checked_tools(tools)]
     triggers = [
         {"regex": before_arguments(each["name"]), "schema": _parameters(each)}

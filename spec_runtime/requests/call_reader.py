@@ -56,9 +56,11 @@ class Part(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Holds where the object of a call begins, its name, where its arguments begin, how deep inside
-    the object that is, and how they are written if they are no JSON. Without a name the object has
-    to be read to its end first."""
+    """Holds where a call begins, its name, and where its arguments begin.
+
+    `depth` says how deep inside the call's JSON object the arguments lie, and `parameters` how they
+    are written if they are no JSON. Without a name the object has to be read to its end first.
+    """
 
     begin: int
     name: str | None
@@ -127,8 +129,8 @@ class CallReader:
         self._num_calls = 0
         self._head = _Head(0, None, 0)  # of the call on its way
         self._depth, self._is_string = 0, False  # where `_at` is inside of it
-        self._values: list[str] = []  # its parameters so far, as parts of a JSON object
-        self._searched = 0  # up to here the value on its way does not end
+        self._values: list[str] = []  # its parameters so far, as members of a JSON object
+        self._searched = 0  # the parameter on its way does not end before this place
         self._num_given = 0  # characters of its arguments that are given out
         self._parts: list[Part] = []
         self._step: Callable[[], bool] = self._read_text
@@ -243,9 +245,9 @@ class CallReader:
     # ---- looking ahead ----
 
     def _head_at(self, at: int, is_named: bool = False) -> _Head | bool:
-        """Returns the beginning of a call that stands here, False if there is none, and True if
-        there may be one once more has come. If it `is_named`, no mark has to stand before a name,
-        as in Mistral's form."""
+        """Returns the beginning of the call at this place, False if there is none, and True if one
+        may be there once more text has come. If it `is_named`, a call in Mistral's form needs no
+        mark before its name."""
         text, after = self._text, after_wrappers(self._text, at)
         rest = text[after : after + _MAX_HEAD]
         if any(mark.startswith(rest) for mark in _MARKERS):  # also where nothing is left
@@ -266,7 +268,7 @@ class CallReader:
         return may_come and not self._is_end
 
     def _object_at(self, at: int) -> _Head | bool:
-        """Does what `_head_at` does for a call that is an object, or the first one of a list."""
+        """Does what `_head_at` does, for a call that is JSON: an object, or the first of a list."""
         text = self._text
         if text.startswith("[", at):
             at = self._after_space(at + 1)
@@ -326,15 +328,13 @@ class CallReader:
             if form.has_lines:
                 value = value.removeprefix("\n").removesuffix("\n")
             own = properties.get(key) if isinstance(properties, dict) else None
-            texts = (
-                json.dumps(each, ensure_ascii=False) for each in (key, typed(value, own, schema))
-            )
-            self._values.append(": ".join(texts))
+            member = json.dumps({key: typed(value, own, schema)}, ensure_ascii=False)
+            self._values.append(member[1:-1])
             self._at = end_of_value + len(form.closing)
 
     def _end_of_value(self, form: Parameters, begin: int) -> int | None:
-        """Returns where the value ends that begins there, None if that has still to come: before
-        a closing tag that another parameter, or the end of the call, follows."""
+        """Returns where the value that begins there ends, None if its end has still to come. It
+        ends at a closing tag after which another parameter, or the end of the call, stands."""
         text, next_ones = self._text, (str(form.opening[0]), *form.ends)
         start = max(begin, self._searched)
         while (at := text.find(form.closing, start)) >= 0:

@@ -10,7 +10,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spec_runtime.serving import guards
 
-HEAD_SECONDS = 10.0  # in which a client has to send a request's header
+HEAD_SECONDS = 10.0  # in which a client has to send the header of its first or next request
+LAG_SECONDS = 1.0  # by which a timer is late only where this process is held up
 LATE_SECONDS = 5.0  # after guards.BODY_SECONDS: the client has heard of its error by then
 MAX_HEAD = 64 << 10  # bytes of a header, of trailers, or of a chunk's size
 MAX_CONNECTIONS = 512  # of a process; often it may have no more than 1024 open files
@@ -96,16 +97,19 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _limit(self, seconds: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._end, seconds)
+        until = self.loop.time() + seconds + LAG_SECONDS
+        self._timer = self.loop.call_later(seconds, self._end, seconds, until)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _end(self, seconds: float) -> None:
-        """Closes the connection, unless an earlier request of it still waits for its answer."""
-        if self._is_answering:
+    def _end(self, seconds: float, until: float) -> None:
+        """Closes the connection, unless an earlier request of it still waits for its answer. After
+        `until` the client gets more time: this process was held up, and may not have read yet what
+        the client has sent."""
+        if self._is_answering or self.loop.time() > until:
             self._limit(seconds)
         else:
             self.transport.close()

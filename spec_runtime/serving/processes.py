@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
 HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
 STOP_SECONDS = 10.0  # that what was cut off at a stop has to end
+# An idle connection is ended by LimitedConnection, earlier than by this limit of uvicorn's. By
+# uvicorn's default it would end after 5 s, just as long as clients keep theirs and may send on it.
+KEEP_SECONDS = 60
 STALL_SECONDS = 60  # after which a connection is dropped whose client takes nothing of its answer
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -247,6 +250,7 @@ def make_config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
         proxy_headers=False,
         lifespan="on",
         ws="none",
+        timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=max(1, round(grace)),
         timeout_worker_healthcheck=HEALTH_SECONDS,
         **more,

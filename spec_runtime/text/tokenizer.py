@@ -100,10 +100,10 @@ class Tokenizer:
             path = bundle.path / info.chat_template
             source = _read_template(path)
             self.template = _open_template(path, source, self._special_tokens(info))
-            # Marks of calls and of thinking are read in an answer's text: none may be hidden there.
-            marks = {*MARKS, *itertools.chain.from_iterable(TAGS)}
-            written = [mark for mark in marks if mark in source]
-            self._tokenizer = tokenizer_file.showing(self._tokenizer, written)
+            # Calls and thinking are found by their marks, which an answer's text therefore shows.
+            # Only marks that the template writes are control tokens once they are not special.
+            marks = [mark for mark in (*MARKS, *itertools.chain(*TAGS)) if mark in source]
+            self._tokenizer = tokenizer_file.showing(self._tokenizer, marks)
         self._controls = ControlTokens(self._tokenizer, info.file, source)
 
     def _special_tokens(self, info: TokenizerInfo) -> dict[str, str]:

@@ -40,8 +40,8 @@ def open_tokenizer(path: Path) -> Any:
 
 
 def showing(tokenizer: Any, names: Collection[str]) -> Any:
-    """Returns a `tokenizers.Tokenizer` that shows the special tokens of these names in its texts,
-    as it shows other added tokens."""
+    """Returns a `tokenizers.Tokenizer` like this one whose texts show the special tokens of these
+    names: they become ordinary added tokens."""
     added = tokenizer.get_added_tokens_decoder().values()
     if not any(token.special and token.content in names for token in added):
         return tokenizer

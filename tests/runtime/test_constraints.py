@@ -127,6 +127,21 @@ def test_output_is_that_of_constrained_plain_decoding(sampling: str, form: str) 
             require_fit(plain.text, kind)
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+def test_free_text_with_triggers_is_that_of_plain_decoding(sampling: str, form: str) -> None:
+    """Every character but a quotation mark is a trigger, after which one of two names follows."""
+    trigger = {"regex": '[^"]', "schema": {"enum": ["ab", "name"]}}
+    kind = {"type": "triggered_json", "triggers": [trigger]}
+    options: dict[str, Any] = {**SAMPLINGS[sampling], "prompt": 2}
+    options["logit_bias"] = {**options.get("logit_bias", {}), EOS: -90.0, BOS: -90.0}
+    plain = answer("none", kind, **options)
+    assert re.match(r'(?:"*[^"][ \n]?"(?:ab|name)"){3}', plain.text), plain.text
+    for drafter in SPECULATIVE:
+        result = answer(drafter, kind, form=form, nodes=5, **options)
+        assert result.token_ids == plain.token_ids, drafter
+
+
 def require_fit(text: str, kind: dict[str, Any]) -> None:
     if kind["type"] == "regex":
         assert re.fullmatch(kind["regex"], text), text
@@ -393,7 +408,25 @@ def test_names_of_added_tokens_in_a_grammar(response_format: Any, text: str, tok
 )
 def test_tokens_that_a_grammar_names_are_taken_back_whole(names: str, token: int) -> None:
     grammar = Grammar("ebnf", f'start: "xab" {names} "y"')
-    tokens = [*TOKENIZER.encode("xab", False), token, ord("y")]
+    require_no_trace(grammar, [*TOKENIZER.encode("xab", False), token, ord("y")])
+
+
+def test_free_text_with_triggers_has_special_tokens_outside_of_json() -> None:
+    trigger = {"regex": "ab=", "schema": {"type": "boolean"}}
+    grammar = read_format({"type": "triggered_json", "triggers": [trigger]})
+    assert grammar is not None
+    before, call = TOKENIZER.encode("x", False), TOKENIZER.encode("ab=true", False)
+    tokens = [SPECIAL_CALL, *before, BOS, *call, SPECIAL_CALL, *before]
+    follower = matcher(grammar)
+    assert read(follower, [*tokens, EOS]) == len(tokens) + 1
+    follower.retreat(len(tokens) + 1)
+    assert read(follower, tokens[:5]) == 5
+    assert not follower.allowed()[[SPECIAL_CALL, EOS]].any()
+    require_no_trace(grammar, tokens)
+
+
+def require_no_trace(grammar: Grammar, tokens: list[int]) -> None:
+    """Requires that tokens taken back, from everywhere to everywhere, change no later mask."""
 
     def read_up_to(number: int) -> Any:
         found = matcher(grammar)

@@ -442,6 +442,20 @@ def test_a_connection_that_waits_for_answers_stays(
     assert data.count(b"HTTP/1.1 200") == 2
 
 
+def test_a_timer_that_is_late_closes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lag is negative here, so that every timer is late."""
+    monkeypatch.setattr(NAME + "HEAD_SECONDS", 0.01)
+    monkeypatch.setattr(NAME + "LAG_SECONDS", -1.0)
+    data = b""
+    with served() as server, connect(server.port) as connection:
+        for sent in (POST[:20], POST[20:], POST):
+            time.sleep(0.05)  # in which the timer ends several times
+            connection.sendall(sent)
+        while data.count(b"HTTP/1.1 200") < 2 and (part := connection.recv(65536)):
+            data += part
+    assert data.count(b"HTTP/1.1 200") == 2
+
+
 def test_many_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NAME + "MAX_CONNECTIONS", 3)
     with held() as (server, client, runs), ExitStack() as idle:

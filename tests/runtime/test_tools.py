@@ -14,6 +14,7 @@ from bpe_tokenizer import BpeTokenizer
 from toy_engine import make_engine
 
 from spec_runtime.constraints.base import read
+from spec_runtime.constraints.call_forms import MARKS
 from spec_runtime.constraints.formats import read_format
 from spec_runtime.constraints.tools import (
     FAMILIES,
@@ -123,6 +124,7 @@ GET_WEATHER = {"name": PARIS.name, "parameters": {"type": "object", "properties"
 def test_every_familys_call_is_read(text: str) -> None:
     """The guide's table: alone, twice and after text, whole and character by character."""
     assert len(TRANSCRIPTS) == 18
+    assert set(re.findall(r"<[|｜][^<>]+>|\[[A-Z_]+\]", text)) <= MARKS, "may be special tokens"
     offered: list[dict[str, Any]] = [{"function": GET_WEATHER}, {"function": {"name": "get"}}]
     is_marked = not text.startswith("{")
     said = f"Let me see.\n{text}" if is_marked else text

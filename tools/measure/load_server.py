@@ -54,6 +54,7 @@ NOTE = "requests of its own; not recorded: prompts"
 PATH = "/v1/chat/completions"
 HEADERS = {"Content-Type": "application/json"}
 PATIENCE = 300.0  # seconds that a request may take
+OWN = httpx.Limits(max_keepalive_connections=0)  # each request has a connection of its own
 SLOW_SECONDS = 0.02  # that a slow reader waits before each part
 OVERTAKEN_SECONDS = 0.05
 TOO_LARGE = 2 << 20  # bytes
@@ -140,7 +141,7 @@ class Load:
         others attack the server."""
         waiting = list(enumerate(self.kinds))[::-1]
 
-        async def client() -> None:
+        async def client(http: httpx.AsyncClient) -> None:
             while waiting:
                 number, kind = waiting.pop()
                 outcome = Outcome(kind, time.perf_counter())
@@ -149,7 +150,7 @@ class Load:
                     async with asyncio.timeout(PATIENCE):
                         model = self.models[number % len(self.models)]
                         body = body_of(kind, number, self.max_new_tokens, model)
-                        await ask(self.url, body, outcome)
+                        await ask(http, body, outcome)
                 except TimeoutError:
                     outcome.ended_as = "hung"
                 except httpx.HTTPError as error:
@@ -157,7 +158,8 @@ class Load:
 
         names = list(ATTACKS) * num_hostile
         attacking = [asyncio.create_task(self._attack(name)) for name in names[:num_hostile]]
-        await asyncio.gather(*(client() for _ in range(num_clients)))
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=OWN) as http:
+            await asyncio.gather(*(client(http) for _ in range(num_clients)))
         for task in attacking:
             task.cancel()
         await asyncio.gather(*attacking, return_exceptions=True)
@@ -207,12 +209,9 @@ def body_of(kind: str, number: int, max_new_tokens: int, model: str | None = Non
     return data
 
 
-async def ask(url: str, body: bytes, outcome: Outcome) -> None:
-    """Sends one request over a connection of its own and notes how it ends."""
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
-        client.stream("POST", PATH, content=body, headers=HEADERS) as reply,
-    ):
+async def ask(client: httpx.AsyncClient, body: bytes, outcome: Outcome) -> None:
+    """Sends one request and notes how it ends."""
+    async with client.stream("POST", PATH, content=body, headers=HEADERS) as reply:
         if reply.status_code != 200:
             outcome.ended_as = str(reply.status_code)
         elif outcome.kind == "whole":
@@ -357,22 +356,23 @@ def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.bundle[0], drafter=arguments.drafter, threads=arguments.threads
     )
     rates: list[tuple[float, float]] = []
-    for number in range(arguments.compare + 1):
-        bodies = [
-            body_of("stream", 1000 * number + i, arguments.max_new_tokens)
-            for i in range(len(QUESTIONS))
-        ]
-        begun = time.perf_counter()
-        served = sum(num_streamed(url, body) for body in bodies)
-        middle = time.perf_counter()
-        bare = sum(
-            len(chunk.token_ids)
-            for body in bodies
-            for chunk in engine.chunks(
-                json.loads(body)["messages"], max_new_tokens=arguments.max_new_tokens
+    with httpx.Client(base_url=url, timeout=PATIENCE, limits=OWN) as client:
+        for number in range(arguments.compare + 1):
+            bodies = [
+                body_of("stream", 1000 * number + i, arguments.max_new_tokens)
+                for i in range(len(QUESTIONS))
+            ]
+            begun = time.perf_counter()
+            served = sum(num_streamed(client, body) for body in bodies)
+            middle = time.perf_counter()
+            bare = sum(
+                len(chunk.token_ids)
+                for body in bodies
+                for chunk in engine.chunks(
+                    json.loads(body)["messages"], max_new_tokens=arguments.max_new_tokens
+                )
             )
-        )
-        rates.append((served / (middle - begun), bare / (time.perf_counter() - middle)))
+            rates.append((served / (middle - begun), bare / (time.perf_counter() - middle)))
     served_rates, bare_rates = zip(*rates[1:], strict=True)  # the first round warms both up
     ratios = [mine / other for mine, other in rates[1:]]
     return {
@@ -384,12 +384,12 @@ def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def num_streamed(url: str, body: bytes) -> int:
+def num_streamed(client: httpx.Client, body: bytes) -> int:
     """Returns the number of tokens in a stream.
 
     The client's own work takes no time from the engine: events are looked at when all are there.
     """
-    reply = httpx.post(f"{url}{PATH}", content=body, headers=HEADERS, timeout=PATIENCE)
+    reply = client.post(PATH, content=body, headers=HEADERS)
     *_, last, done, _ = reply.content.split(b"\n\n")
     assert done == b"data: [DONE]", done
     return int(json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"])

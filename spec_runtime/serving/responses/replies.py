@@ -57,7 +57,6 @@ class ResponseReply:
         self._reader: _Reader | None = None
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
-        self._has_calls = False
         self._num_events = 0
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
@@ -88,15 +87,14 @@ class ResponseReply:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
             yield from self._begin(_Item("text"))
-        is_whole = self._has_calls and not self._reader.is_cut
-        is_cut = chunk.result.finish_reason == "length" and not is_whole
+        is_cut = chunk.result.finish_reason == "length" and not self._reader.has_whole_calls
         yield from self._end("incomplete" if is_cut else "completed")
         response = self._finished(chunk.result, is_cut)
         yield self._event(response["status"], response=response)
 
     def _events_of(self, part: Part, shown: Shown) -> Iterator[Object]:
-        """Yields the events for a part of the answer and the tokens that it shows: its item begins
-        if it is another one."""
+        """Yields the events for a part of the answer and the tokens that it shows. Begins a new
+        item where the part is not of the one on its way."""
         kind = "call" if part.kind == "arguments" else part.kind
         if part.kind == "call" or self._item is None or kind != self._item.kind:
             yield from self._end("completed")
@@ -112,7 +110,6 @@ class ResponseReply:
 
     def _begin(self, item: _Item) -> Iterator[Object]:
         self._item = item
-        self._has_calls = self._has_calls or item.kind == "call"
         begun = item.written("in_progress")
         if item.kind != "call":
             begun["content"] = []
@@ -179,8 +176,9 @@ class _Reader:
         self._has_text = self._has_calls = False
 
     @property
-    def is_cut(self) -> bool:
-        return self._reader.is_cut
+    def has_whole_calls(self) -> bool:
+        """Says whether the answer holds calls, all of them whole."""
+        return self._has_calls and not self._reader.is_cut
 
     def push(self, chunk: Chunk) -> Iterator[tuple[Part, Shown]]:
         """Yields the parts that a chunk completes, each with the tokens that it shows."""
@@ -222,8 +220,12 @@ class _Item:
         """Returns the only part of the item's content."""
         if self.kind == "thinking":
             return {"type": "reasoning_text", "text": self.text}
-        found = {"text": self.text, "annotations": [], "logprobs": [*self.logprobs]}
-        return {"type": "output_text", **found}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": [*self.logprobs],
+        }
 
     def written(self, status: str) -> Object:
         """Returns the item as it is so far."""
@@ -237,8 +239,8 @@ class _Item:
 
 
 def _begin_of_text(form: AnswerForm, answer: str) -> int:
-    """Returns where an answer's text begins, after the thinking and the white space around it; past
-    its end if the thinking is not over."""
+    """Returns where an answer's text begins, after the thinking and the white space around it: past
+    the end of the answer while it is still thinking."""
     tags = form.tags
     if tags is None or not (form.is_begun or answer.lstrip().startswith(tags.opening)):
         return 0
