@@ -199,8 +199,8 @@ CLAIMS: dict[str, dict[str, list[tuple[str, str, float, float]]]] = {
             ("Less than 4 % of the time of decoding", "overall.host_share", 0, 0.04),
         ],
         "rivals": [
-            ("8 short prompts of 68 tokens on average", "contexts.short.tokens", 67.5, 68.5),
-            ("4 long prompts of 1500 tokens on average", "contexts.long.tokens", 1495, 1505),
+            ("6 short prompts of 69 tokens on average", "contexts.short.tokens", 68.5, 69.5),
+            ("2 long prompts of 1500 tokens on average", "contexts.long.tokens", 1495, 1505),
             ("take turns in 2 rounds", "rounds", 2, 2),
         ],
         "transformers-fp32": [("on all 20 prompts", "drafters.parallelspec.identical", 20, 20)],
