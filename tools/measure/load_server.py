@@ -313,7 +313,7 @@ def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], 
     )
     assert process.stderr is not None
     line = process.stderr.readline()  # comes once it listens
-    found = re.search(r"http://\S+", line)
+    found = re.search(r"http://[^\s,]+", line)
     if found is None:
         process.kill()
         raise UserError(f"the server did not start: {line}{process.stderr.read()}")
