@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from spec_runtime.constraints.json_schema import resolved
 from spec_runtime.mapping import parse_json
 
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
@@ -179,12 +180,8 @@ def _types(schema: Any, root: Any, depth: int) -> set[str]:
         return {each for each in named if isinstance(each, str)}
     if isinstance(values, list) and values != [...]:
         return set[str]().union(*(_KINDS[type(each)] for each in values))
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target = root
-        for key in reference[2:].split("/"):
-            target = target.get(key) if isinstance(target, Mapping) else None
-        return _types(target, root, depth + 1)
+    if isinstance(schema.get("$ref"), str):
+        return _types(resolved(schema, root), root, depth + 1)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             parts = [_types(each, root, depth + 1) for each in schema[key]]

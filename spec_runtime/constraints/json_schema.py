@@ -184,7 +184,7 @@ def _with_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     """
     if "propertyNames" not in schema:
         return schema
-    names = _resolved(schema["propertyNames"], root)
+    names = resolved(schema["propertyNames"], root)
     others = {key: each for key, each in schema.items() if key != "propertyNames"}
     known, more = others.get("properties", {}), others.get("additionalProperties", True)
     if not isinstance(names, dict):
@@ -222,7 +222,7 @@ def _pattern(limits: dict[str, Any]) -> str | None:
 # ---- references ----
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def resolved(schema: Any, root: Any) -> Any:
     """Returns what the references of a schema lead to, itself if it is none."""
     for _ in range(100):
         reference = schema.get("$ref") if isinstance(schema, dict) else None

@@ -170,11 +170,13 @@ OPTIONAL = {"type": ["string", "null"]}
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"const": 1}, "1", 1),
         ({"$ref": "#/$defs/Id"}, "7", "7"),
+        ({"$ref": "#/$defs/a~1b"}, "7", "7"),
         ({"$ref": "#/$defs/Loop"}, "7", 7),
     ],
 )
 def test_parameters_are_read_by_their_schema(schema: Any, text: str, value: Any) -> None:
-    definitions = {"Id": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    name = {"type": "string"}
+    definitions = {"Id": name, "a/b": name, "Loop": {"$ref": "#/$defs/Loop"}}
     properties = {"v": schema} if schema is not None else {}
     parameters = {"properties": properties, "$defs": definitions}
     answer = f"<tool_call><function=f><parameter=v>\n{text}\n</parameter></function></tool_call>"
