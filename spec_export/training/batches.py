@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_export.drafters.layers import Batch
+from spec_export.training.data import Example
 
 POOL = 512  # sequences that are sorted by length together
 
@@ -32,6 +33,21 @@ class SequenceStore(Protocol):
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns token i64[T], loss bool[T] (True at answer tokens) and feature [T, F]."""
         ...
+
+
+class TokenStore:
+    """Sequences without stored features: a `SequenceStore` whose features have width 0."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self._examples = examples
+        self.length_N = np.array([len(example.token_T) for example in examples], np.int64)
+        self.num_sequences = len(examples)
+
+    def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns token i64[T], loss bool[T] and feature f32[T, 0] of sequence i."""
+        example = self._examples[i]
+        token = torch.from_numpy(example.token_T.astype(np.int64))
+        return token, torch.from_numpy(example.loss_T.copy()), torch.zeros(len(token), 0)
 
 
 def by_length(pool: np.ndarray, length_N: np.ndarray, batch_tokens: int) -> list[np.ndarray]:

@@ -394,16 +394,19 @@ def _damaged(folder: Path, reason: str) -> UserError:
     )
 
 
-@torch.inference_mode()
-def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> list[np.ndarray]:
-    """Returns the features of each sequence, u16[T, F].
+@torch.no_grad()
+def of_tokens(model: Any, taps: Sequence[int], token_BT: Tensor) -> Tensor:
+    """Returns the features bf16[B, T, F] of sequences, token_BT i64, which are padded on the right,
+    where causal attention needs no mask."""
+    parts = features_and_taps(model.model, token_BT.to(model.device), taps)
+    return torch.cat([part.to(torch.bfloat16) for part in parts], dim=-1)
 
-    The sequences are padded on the right, where causal attention needs no mask.
-    """
+
+def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> list[np.ndarray]:
+    """Returns the features of each sequence, u16[T, F]."""
     longest = max(len(t) for t in tokens)
     ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
     for row, token_T in zip(ids, tokens, strict=True):
         row[: len(token_T)] = torch.from_numpy(token_T.astype(np.int64))
-    parts = features_and_taps(model.model, ids.to(model.device), taps)
-    bits = torch.cat([p.to(torch.bfloat16) for p in parts], dim=-1).cpu().view(torch.uint16).numpy()
+    bits = of_tokens(model, taps, ids).cpu().view(torch.uint16).numpy()
     return [row[: len(token_T)] for row, token_T in zip(bits, tokens, strict=True)]

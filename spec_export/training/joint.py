@@ -42,6 +42,7 @@ from spec_export.drafters.layers import Batch
 from spec_export.families import FAMILIES
 from spec_export.hidden_states import features_and_taps
 from spec_export.training import recipe
+from spec_export.training.batches import TokenStore
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_export.training.validate import Validation
@@ -50,21 +51,6 @@ from spec_runtime.files.writing import replacing_folder, require_replaceable
 
 MERGED = "the merged target of a run"
 CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once
-
-
-class TokenStore:
-    """Sequences without stored features: a `SequenceStore` whose features have width 0."""
-
-    def __init__(self, examples: Sequence[Example]) -> None:
-        self._examples = examples
-        self.length_N = np.array([len(example.token_T) for example in examples], np.int64)
-        self.num_sequences = len(examples)
-
-    def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns token i64[T], loss bool[T] and feature f32[T, 0] of sequence i."""
-        example = self._examples[i]
-        token = torch.from_numpy(example.token_T.astype(np.int64))
-        return token, torch.from_numpy(example.loss_T.copy()), torch.zeros(len(token), 0)
 
 
 class JointModel(nn.Module):

@@ -26,8 +26,8 @@ def say(
     """Reports what the run takes, its checkpoints among it.
 
     saved: the module whose tensors a checkpoint holds. trained: the parameters that the optimiser
-    changes. target_weights: how many the target has. features: the bytes of the feature cache, 0 in
-    joint training.
+    changes. target_weights: how many the target has. features: the bytes of the feature cache, 0
+    where steps run the target.
     """
     settings = job.plan.train
     drafter = job.drafter
@@ -35,14 +35,15 @@ def say(
     own = sum(tensor.nbytes for tensor in saved.state_dict().values())
     checkpoint = own + num_trained * (8 + 4 * (settings.ema > 0))  # moments, average
     kept = settings.keep_checkpoints + 1 + has_held_out  # one is written before another goes
-    merged = 0 if features else 4 * target_weights
-    steps = merged + PER_TRAINED_WEIGHT * num_trained
+    merged = 4 * target_weights if job.plan.joint else 0
+    held = merged or (0 if features else 2 * target_weights)  # a frozen one in bfloat16
+    steps = held + PER_TRAINED_WEIGHT * num_trained
     steps += sum(tensor.nbytes for tensor in (*drafter.parameters(), *drafter.buffers()))
     steps += PER_BATCH_NUMBER * settings.batch_tokens * drafter.dims.hidden_size
     parts = [f"{kept} checkpoints of {disk.shown(checkpoint)}"]
     if features:
         parts.insert(0, f"features of {disk.shown(features)}")
-    else:
+    if merged:
         parts.append(f"the merged target of {disk.shown(merged)}")
     disk.foretell(
         "training",

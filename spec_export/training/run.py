@@ -1,7 +1,8 @@
 """Trains a drafter from a recipe: reads the data, chooses the trainer, and writes the drafter.
 
-With a frozen target its features are computed once and stored, then the drafter is trained on them
-(trainer.py). With a [joint] section an adapter on the target trains too (joint.py).
+With a frozen target its features are computed once and stored, or in each step if the recipe says
+so, and the drafter is trained on them (trainer.py). With a [joint] section an adapter on the target
+trains too (joint.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +26,7 @@ from spec_export.decoder_config import read_config
 from spec_export.report import SILENT, Report
 from spec_export.training import bigrams, checkpoint, data, features, inputs, needs, recipe
 from spec_export.training.allocator import keep_big_blocks
+from spec_export.training.batches import TokenStore
 from spec_export.training.folders import BEST, CHECKPOINTS
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_runtime.errors import UserError
@@ -142,19 +145,22 @@ def _new_trainer(
         trained = [parameter for group in groups for parameter in group["params"]]
         needs.say(job, trainer.saved_state(), trained, target_weights, 0, bool(held_out))
         return trainer
-    size = features.size_estimate(
-        training + held_out, raw.hidden_size, len(taps), plan.data.tap_store
-    )
+    examples, store = training + held_out, plan.data.tap_store
+    size = 0
+    if plan.data.store_features:
+        size = features.size_estimate(examples, raw.hidden_size, len(taps), store)
     trained = [parameter for _, group in drafter.trained_groups() for parameter in group]
     needs.say(job, drafter, trained, target_weights, size, bool(held_out))
+    if wants_shards:
+        report.line("FSDP: nothing to shard, a frozen target is whole in every process")
+    if not plan.data.store_features:
+        model = model.to(accelerator.device, torch.bfloat16)
+        return Trainer(job, TokenStore(examples), partial(features.of_tokens, model, taps))
     if accelerator.is_main_process:
         model = model.to(accelerator.device, torch.bfloat16)
-        store = plan.data.tap_store
-        _build_features(cache, training, held_out, model, fingerprint, taps, store, report)
-        if wants_shards:
-            report.line("FSDP: nothing to shard, a frozen target is not there in training")
+        with report.progress("features") as advance:
+            features.build(cache, examples, model, fingerprint, taps, advance, store)
     else:
-        examples, store = training + held_out, plan.data.tap_store
         features.wait(cache, examples, raw.hidden_size, fingerprint, taps, store)
     accelerator.wait_for_everyone()
     del model  # training reads stored features: the target's memory is free again
@@ -221,18 +227,3 @@ def _accelerator(plan: recipe.Recipe) -> tuple[Accelerator, bool]:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     exchange = DistributedDataParallelKwargs(broadcast_buffers=False)
     return Accelerator(kwargs_handlers=[exchange]), wants_shards
-
-
-def _build_features(
-    folder: Path,
-    training: list[data.Example],
-    held_out: list[data.Example],
-    model: Any,
-    fingerprint: str,
-    taps: tuple[int, ...],
-    store: features.TapStore,
-    report: Report,
-) -> None:
-    """Computes the features of all examples with the target `model` and stores them."""
-    with report.progress("features") as advance:
-        features.build(folder, training + held_out, model, fingerprint, taps, advance, store)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,13 +59,19 @@ class TrainingJob:
 
 
 class Trainer:
-    """Trains a drafter on sequences with stored features, while its target is frozen.
+    """Trains a drafter while its target is frozen, on sequences with stored features or, given
+    `features`, on sequences of tokens: it takes token_BT i64 and returns the features [B, T, F].
 
     `JointTrainer` trains the target too; it replaces the methods under "what is trained".
     """
 
-    def __init__(self, job: TrainingJob, sequences: batches.SequenceStore) -> None:
-        self.job, self.sequences = job, sequences
+    def __init__(
+        self,
+        job: TrainingJob,
+        sequences: batches.SequenceStore,
+        features: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.job, self.sequences, self._features = job, sequences, features
         self.plan, self.settings, self.drafter = job.plan, job.plan.train, job.drafter
         self.out, self.accelerator, self.device = job.out, job.accelerator, job.accelerator.device
         self.drafter.shortlist_size = self.settings.shortlist
@@ -121,7 +128,10 @@ class Trainer:
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Returns the sequences `indices` as one batch, on this process's device."""
-        return batches.padded(self.sequences, indices, self.device)
+        batch = batches.padded(self.sequences, indices, self.device)
+        if self._features is None:
+            return batch
+        return replace(batch, feature_BTF=self._features(batch.token_BT))
 
     # ---- the loop --------------------------------------------------------------------------------
 

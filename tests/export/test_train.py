@@ -102,6 +102,18 @@ def test_a_step_of_fewer_batches_is_their_mean(
     assert losses[0] == losses[1]
 
 
+def test_features_computed_in_each_step_are_the_stored_ones(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    """But for how bfloat16 products of other batches round."""
+    train.run(recipe, ["data.store_features=false"], tmp_path)
+    assert not (tmp_path / "features").exists()
+    rows, expected = ([row for row in curve(out) if row["loss"]] for out in (tmp_path, finished))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-2)
+
+
 @pytest.mark.parametrize("num_batches", range(1, 6))
 def test_all_processes_have_equally_many_batches(num_batches: int) -> None:
     """A sharded target needs them all in each forward pass; every batch is somebody's."""

@@ -18,6 +18,7 @@ capture        CUDA graphs on and off: same tokens, ratio of speeds
 bench          the shipped drafter and its fused step: accepted length, tokens/s, speed-up
 drafters       the same for all other drafters and prompt lookup
 attention      milliseconds of four layers with each form of attention, by context and rows
+training       a few steps of every drafter that learns, for a random target
 tensorrt       TensorRT's tokens against ONNX Runtime's, where TensorRT is installed
 shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), draft
 
@@ -71,6 +72,7 @@ SECONDS = {
     "bench": 120.0,
     "drafters": 150.0,
     "attention": 120.0,
+    "training": 120.0,
     "tensorrt": 150.0,
     "shapes": 240.0,
 }

@@ -287,14 +287,42 @@ def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = Fal
     It has an untrained drafter of each kind, and the fused steps of those that guess in one pass,
     or, with `has_plans`, TensorRT plans for the GPU here.
     """
-    import tokenizers
     import torch
-    import transformers
 
     from spec_export import drafters, make_bundle, target
     from spec_export.decoder import Backbone
     from spec_export.make_bundle import BuildOptions
     from spec_export.training import checkpoint
+
+    model = random_target(folder / shape.name, shape)
+    ends = target.ends(Backbone.from_transformers(model))
+    saved = []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name in TOY_DRAFTERS:
+            definition = drafters.load(name)
+            module = definition.Drafter(definition.Config(), ends)
+            state = module.state_dict()
+            saved.append(checkpoint.save_drafter(folder / name, state, name, module.config, {}))
+    return make_bundle.build(
+        BuildOptions(
+            str(folder / shape.name),
+            drafter_checkpoints=saved,
+            precision=PRECISION_FOR[device],
+            device="cpu" if has_plans else device,
+            out=folder / "bundle",
+            backend="tensorrt" if has_plans else "onnxruntime",
+            fuse=not has_plans,
+            lanes=2,
+        )
+    )
+
+
+def random_target(folder: Path, shape: Shape) -> Any:
+    """Writes a random Llama of this shape, whose tokens are characters, and returns it."""
+    import tokenizers
+    import torch
+    import transformers
 
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
     vocabulary |= {f"<{i}>": i for i in range(len(vocabulary), shape.vocab_size)}
@@ -318,24 +346,6 @@ def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = Fal
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config)
-        ends = target.ends(Backbone.from_transformers(model))
-        saved = []
-        for name in TOY_DRAFTERS:
-            definition = drafters.load(name)
-            module = definition.Drafter(definition.Config(), ends)
-            state = module.state_dict()
-            saved.append(checkpoint.save_drafter(folder / name, state, name, module.config, {}))
-    model.save_pretrained(folder / shape.name)
-    tokenizer.save_pretrained(folder / shape.name)
-    return make_bundle.build(
-        BuildOptions(
-            str(folder / shape.name),
-            drafter_checkpoints=saved,
-            precision=PRECISION_FOR[device],
-            device="cpu" if has_plans else device,
-            out=folder / "bundle",
-            backend="tensorrt" if has_plans else "onnxruntime",
-            fuse=not has_plans,
-            lanes=2,
-        )
-    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model

@@ -24,7 +24,7 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
-from tools.gpu import graphs, same, speed
+from tools.gpu import graphs, same, speed, training
 from tools.gpu.graphs import BACKEND_FOR
 from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, fused_names, graphs_of, label
 from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
@@ -189,6 +189,7 @@ PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "bench": speed.bench_shipped,
     "drafters": speed.bench_others,
     "attention": speed.attention,
+    "training": training.training,
     "tensorrt": same.tensorrt,
     "shapes": speed.shapes,
 }
