@@ -41,7 +41,7 @@ NAMES = ["parallelspec", FUSED[0], "medusa", "eagle", "hydra", "prompt_lookup", 
 
 # Takes the place of part.py: what each part does is said by its name.
 FAKE_PART = """
-import json, os, signal, sys, time
+import faulthandler, json, os, signal, sys, time
 from pathlib import Path
 from tools.gpu import report
 
@@ -53,6 +53,7 @@ def save(found):
     report.write_whole(result, report.as_json(answer))
 
 def crash():
+    faulthandler.disable()  # whose last line names this file
     os.kill(os.getpid(), signal.SIGSEGV)
 
 found = report.Findings(on_change=save)
@@ -62,7 +63,7 @@ if name == "bundle":
 if name == "opens":
     found.attempt("the target", crash)
 if name == "parity":
-    print("about to hang")
+    print("about to hang", flush=True)
     time.sleep(60)
 if name == "losslessness":
     found.fail(f"limits {asked['carried']['limits']}")
@@ -101,11 +102,12 @@ def test_a_crash_and_a_hang_lose_their_own_part_alone(
     failed = {name for name, status in statuses.items() if status == "FAILED"}
     assert failed == {"opens", "parity", "losslessness", "bench"}
     assert {statuses[name] for name in statuses if name not in failed} == {"ok"}
+    last = "the last line of log.txt"
     expected = {
-        "opens": "the target: the process was ended by SIGSEGV, see log.txt",
-        "parity": "was still running after 1 s and was killed",
+        "opens": f"the target: the process was ended by SIGSEGV; {last}: ==== opens ====",
+        "parity": f"was still running after 1 s and was killed; {last}: about to hang",
         "losslessness": "limits {'there': 0.5}",  # handed on by an earlier part
-        "bench": "the process ended with exit code 1, see log.txt",
+        "bench": f"the process ended with exit code 1; {last}: no such thing",
     }
     assert {name: parts[name]["failures"] for name in failed} == {
         name: [text] for name, text in expected.items()

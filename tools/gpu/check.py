@@ -107,6 +107,9 @@ class Job:
             log.write(f"\n==== {name} ====\n".encode())
             log.flush()
             ended = run_limited(command, self.environment, seconds, log.fileno())
+        if ended is not None:  # a missing package, for instance, is named there
+            text = (self.out / "log.txt").read_text(encoding="utf-8", errors="replace")
+            ended += f"; the last line of log.txt: {text.splitlines()[-1]:.200}"
         entry, doing = left_out(""), ""
         entry["missing"] = []
         if result.exists():
@@ -143,8 +146,8 @@ def run_limited(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}, see log.txt"
-    return f"the process ended with exit code {code}, see log.txt" if code else None
+        return f"the process was ended by {signal.Signals(-code).name}"
+    return f"the process ended with exit code {code}" if code else None
 
 
 def install_wheels(folder: Path, site: Path) -> list[str]:
