@@ -19,7 +19,7 @@ from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.generate import WAITS, Gate, Generation, generate
-from spec_runtime.machine import give_back_memory
+from spec_runtime.machine import give_back_memory, return_big_blocks
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.constrained import ConstrainedProposer
 from spec_runtime.requests.answer import form_of
@@ -513,6 +513,7 @@ class Engine:
         stream that nobody reads keeps the memory until it is closed or dropped. Engines on the same
         target (`with_drafter`) go on, and keep it. Closing twice is fine.
         """
+        return_big_blocks()
         self._parts = None  # first, so that no lane is opened again
         self.close_lanes()
         calls = self._calls.copy()

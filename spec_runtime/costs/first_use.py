@@ -12,6 +12,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from spec_runtime.bundle.manifest import DrafterInfo
 from spec_runtime.costs.curve import Curve, grown_points, paying_budget
 from spec_runtime.costs.measured import (
@@ -28,20 +30,21 @@ from spec_runtime.files.writing import LockedError
 from spec_runtime.profile import FIRST_USE, Candidate, Costs, Key, Profile, find, reserved, write
 from spec_runtime.trees.budget import Budget, Grown
 
-SIZES = (1, 2, 4, 8, 16, 32)
+SIZES = (1, 8, 16, 4, 32, 2)  # the last ones are left out where passes are slow
 WAIT_SECONDS = 10.0  # for another process
-PASS_SECONDS, LEAST_ROUNDS = 0.7, 1  # for each of two contexts; a round more begins within it
-NUM_NODES, NUM_TOKENS, NUM_DEPTHS = 16, 8, 2
+PASS_SECONDS = 0.9  # for each of two contexts
+NUM_NODES, NUM_DEPTHS = 16, 2
+ANSWER_SECONDS, NUM_TOKENS = 0.4, (3, 8)  # of an answer: 3 tokens, and up to 8 if there is time
 LEAST_CONTEXT = 64
-PROMPT = 4 * tuple(range(100, 116))  # ids of a text that repeats itself
+PROMPT = 2 * tuple(range(100, 116))  # ids of a text that repeats itself
 CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
 
 log = logging.getLogger("spec_runtime")
 
 
 def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile | None:
-    """Returns the profile of `engine`'s drafter, measured in about two seconds, and keeps it where
-    `find` looks for it, if that can be written.
+    """Returns the profile of `engine`'s drafter, measured in about two seconds (three where a pass
+    takes a tenth of one), and keeps it where `find` looks for it, if that can be written.
 
     `entry` is the drafter's in the bundle's manifest, if it has one. Where another process measures
     the same, its profile is waited for. Returns None for a context that is too short to measure.
@@ -71,13 +74,15 @@ def _awaited(key: Key) -> Profile | None:
 def _measured(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
     begin = time.perf_counter()
     target = engine.target
-    limit = min(SIZES[-1], target.max_nodes)
-    sizes = [n for n in SIZES if n <= limit]
-    prompt = [token % target.vocab_size for token in PROMPT][: max(1, target.max_length // 2)]
-    passes = measure_passes(target, prompt, sizes, engine.wants, PASS_SECONDS, LEAST_ROUNDS)
+    sizes = [n for n in SIZES if n <= target.max_nodes]
+    prompt = [token % target.vocab_size for token in PROMPT]
+    passes = measure_passes(target, prompt, sizes, engine.wants, PASS_SECONDS, least=0)
+    limit = int(passes[0].verify[-1][0])
     unmerged, num_nodes = engine.observed(without_lookup), min(NUM_NODES, limit)
-    recorder, run = record(unmerged, Budget(num_nodes), [prompt], NUM_TOKENS, ignore_eos=True)
-    drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, NUM_TOKENS)
+    pass_seconds = dict(passes[0].verify)[num_nodes] / 1000
+    num_tokens = int(np.clip(ANSWER_SECONDS / pass_seconds, *NUM_TOKENS))
+    recorder, run = record(unmerged, Budget(num_nodes), [prompt], num_tokens, ignore_eos=True)
+    drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, num_tokens)
     costs = costs_of(passes, *drafting, run)
     chosen = _candidate(engine, recorder, costs, limit, entry)
     log.warning(

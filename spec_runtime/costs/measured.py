@@ -21,6 +21,7 @@ from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree, chain_parents
 
 NEAR_ROWS, FAR_ROWS = 200, 1400  # committed while passes are measured
+READ_ROWS = 32  # of them are read, and the others copies
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
@@ -62,23 +63,33 @@ def measure_passes(
     and rows can be written, after FAR_ROWS.
 
     Passes over trees return what `wants` says, those of plain decoding only logits. The times are
-    lower quartiles of interleaved rounds, of which a further one begins within `seconds` for each
-    context, but at least `least`.
+    lower quartiles of interleaved rounds. For each context there are at least `least`, and more as
+    long as they fit into `seconds`. With `least` 0 sizes are left out, the last ones first, where
+    not even one round fits; the first two are always measured.
     """
     found = []
     with target.alone():
         num_near = max(1, min(NEAR_ROWS, target.max_length // 2))
-        target.prefill(np.resize(np.array(tokens, np.int64), num_near).tolist())
+        num_read = min(num_near, READ_ROWS) if target.keeps_rows else num_near
+        target.prefill(np.resize(np.array(tokens, np.int64), num_read).tolist())
+        _repeat_rows(target, num_near)
+        target.verify(TokenTree.root(tokens[0]), LOGITS)  # warms up
         found.append(_passes(target, tokens, sizes, wants, seconds, least))
         num_far = min(FAR_ROWS, target.max_length - max(sizes))
         if target.keeps_rows and num_far >= 2 * num_near:
-            rows = target.copy_rows(num_near)
-            times = -(-num_far // num_near)
-            repeated = {name: np.tile(kept, (1, times, 1)) for name, kept in rows.items()}
-            target.restore_rows(repeated, num_far)
-            found.append(_passes(target, tokens, sizes, wants, seconds, least))
+            _repeat_rows(target, num_far)
+            sizes = [n for n in sizes if n in dict(found[0].verify)]
+            found.append(_passes(target, tokens, sizes, wants, seconds, max(1, least)))
         target.truncate(0)
     return found
+
+
+def _repeat_rows(target: Target, num_rows: int) -> None:
+    """Makes so many committed rows of those that there are."""
+    if target.length < num_rows:
+        rows, times = target.copy_rows(target.length), -(-num_rows // target.length)
+        repeated = {name: np.tile(kept, (1, times, 1)) for name, kept in rows.items()}
+        target.restore_rows(repeated, num_rows)
 
 
 def _passes(
@@ -91,22 +102,26 @@ def _passes(
 ) -> PassCosts:
     """Returns what passes take after the rows that there are."""
     settings = [(1, LOGITS), *((n, wants) for n in sizes)]
-    taken: dict[tuple[int, Wants], list[float]] = {setting: [] for setting in settings}
-    start = time.perf_counter()
-    for turn in range(1 + MAX_ROUNDS):
+    taken: dict[tuple[int, Wants], list[float]] = {}
+    start = end = time.perf_counter()
+    for turn in range(MAX_ROUNDS):
+        begin_of_round = end
         for n, each in settings[:: -1 if turn % 2 else 1]:
+            if not least and n not in sizes[:2] and end - start > seconds / 2:
+                continue
             tree = TokenTree(np.resize(np.array(tokens, np.int64), n), chain_parents(n) // 2)
             begin = time.perf_counter()
             verified = target.verify(tree, each)
             if each.features:
                 verified.features([0])
-            if turn:  # the first round warms up
-                taken[n, each].append(time.perf_counter() - begin)
-        if turn >= least and time.perf_counter() - start > seconds:
+            end = time.perf_counter()
+            taken.setdefault((n, each), []).append(end - begin)
+        settings = [*taken]
+        if turn + 1 >= least and 2 * end - begin_of_round - start > seconds:
             break
     # what else runs on the machine only adds to a time
     ms = {each: round(1000 * float(np.quantile(t, 0.25)), 4) for each, t in taken.items()}
-    verify = tuple((n, ms[n, wants]) for n in sizes)
+    verify = tuple((n, ms[n, wants]) for n in sorted(sizes) if (n, wants) in ms)
     return PassCosts(target.length, verify, ms[1, LOGITS])
 
 
@@ -130,7 +145,7 @@ def draft_ms(
 
     A drafter that runs a graph is timed on answers of `num_tokens` to `prompt`, with trees of so
     many depths, and both times follow by least squares. One that runs none takes the time that the
-    recorder saw, at any depth.
+    recorder saw, at any depth. The prompt is read once.
     """
     if recorder.run_seconds <= 0:
         return 1000 * statistics.median(recorder.seconds or [0.0]), 0.0
@@ -139,7 +154,7 @@ def draft_ms(
     ms_D = []
     for depth in depths.tolist():
         budget = Budget(max_nodes, max_depth=depth)
-        timed, _ = record(engine, budget, [prompt], num_tokens, ignore_eos=True)
+        timed, _ = record(engine, budget, [prompt], num_tokens, ignore_eos=True, reuse=True)
         ms_D.append(1000 * statistics.median(timed.seconds or [0.0]))
     slope = float(np.polyfit(depths, ms_D, 1)[0]) if len(depths) > 1 else 0.0
     level = max(0.0, slope)
@@ -153,6 +168,7 @@ def record(
     max_new_tokens: int,
     temperature: float = 0.0,
     ignore_eos: bool = False,
+    reuse: bool = False,
 ) -> tuple[Recorder, Stats]:
     """Decodes the prompts once with this budget, above temperature 0 each with a seed of its own;
     returns its trees and the total."""
@@ -162,7 +178,7 @@ def record(
         result = watched.generate(
             prompt,
             max_new_tokens=max_new_tokens,
-            reuse=False,
+            reuse=reuse,
             temperature=temperature,
             seed=seed,
             ignore_eos=ignore_eos,

@@ -280,6 +280,43 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     assert rest < 10e6
 
 
+# A thread frees a block after a larger one was freed, which glibc then keeps the room of.
+THREADS = """
+import ctypes, sys, threading
+from spec_runtime.machine import return_big_blocks
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+def use(num_bytes):
+    block = libc.malloc(num_bytes)
+    ctypes.memset(block, 1, num_bytes)
+    libc.free(block)
+if sys.argv[1] == "bounded":
+    return_big_blocks()
+use(30_000_000)
+before = resident()
+thread = threading.Thread(target=use, args=[20_000_000])
+thread.start()
+thread.join()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps freed blocks")
+def test_what_ended_threads_have_freed_goes_back_to_the_system() -> None:
+    kept = {}
+    for name in ("as it is", "bounded"):
+        command = [sys.executable, "-c", THREADS, name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        kept[name] = int(done.stdout)
+    if kept["as it is"] < 10e6:
+        pytest.skip("this C library gives blocks back by itself")
+    assert kept["bounded"] < 5e6
+
+
 # ---- what comes back ----
 
 

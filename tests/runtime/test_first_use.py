@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import toy_engine
 from toy_backend import ToyTarget
 from toy_bundle import write_bundle
 from tuning import COSTS, opened_anew
 
 from spec_runtime import profile
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.costs import first_use
+from spec_runtime.costs.measured import measure_passes
 from spec_runtime.profile import Gain, PassCosts
 from spec_runtime.proposers.adaptive import CONTEXT_ROWS, FIRST_REST, DraftPauser
 from spec_runtime.proposers.base import PlainProposer, WithoutRuns
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
+from spec_runtime.target import LOGITS
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
@@ -33,7 +37,9 @@ def test_a_bundle_is_measured_once(
     toy_graphs: list[ToyTarget],
     drafter: str,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(first_use, "PASS_SECONDS", 60.0)  # no size is left out on a busy machine
     folder = write_bundle(tmp_path, ("parallelspec",))
     own = opened_anew(toy_graphs, folder, drafter=drafter, threads=1, profile=False)
     expected = own.generate("hello", max_new_tokens=30).token_ids
@@ -57,6 +63,16 @@ def test_a_bundle_is_measured_once(
     before = file.read_bytes()
     opened_anew(toy_graphs, folder, drafter=drafter, threads=1)
     assert (caplog.messages, file.read_bytes()) == ([message], before)
+
+
+def test_sizes_are_left_out_where_passes_are_slow() -> None:
+    target, sizes = toy_engine().target, (1, 8, 4, 2)
+    (hurried,) = measure_passes(target, [1, 2, 3], sizes, LOGITS, seconds=0.0, least=0)
+    assert [n for n, _ in hurried.verify] == [1, 8]
+    for seconds, least in ((0.0, 1), (60.0, 0)):
+        (patient,) = measure_passes(target, [1, 2, 3], sizes, LOGITS, seconds, least)
+        assert [n for n, _ in patient.verify] == [1, 2, 4, 8]
+    assert target.length == 0
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(
