@@ -6,6 +6,8 @@ are JSON or parameters between tags. A call that is JSON as a whole needs no row
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -27,13 +29,15 @@ class Parameters(NamedTuple):
 
     `opening` holds the pieces before a value, one of them the parameter's name, and `closing` is
     the tag after it. One of `ends` ends the call. `has_lines` says that a value stands on lines of
-    its own: one line break before and one after it do not belong to it.
+    its own: one line break before and one after it do not belong to it. Where they are Python's
+    keyword arguments, `is_python`, values are literals, and no tag but a comma is between them.
     """
 
     opening: tuple[Piece, ...]
     closing: str
     ends: tuple[str, ...]
     has_lines: bool = False
+    is_python: bool = False
 
 
 class CallForm(NamedTuple):
@@ -44,10 +48,15 @@ class CallForm(NamedTuple):
     parameters: Parameters | None = None
 
 
-_DEEPSEEK = "<｜tool▁call▁begin｜>"
+_DEEPSEEK, _DSML = "<｜tool▁call▁begin｜>", "｜DSML｜"
 MISTRAL = CallForm(("[TOOL_CALLS]", _SPACE, NAME, re.compile(r"(?:\[[\w\[\]]*)?\s*"), _OBJECT))
+PYTHON = CallForm(  # a list of calls: LFM2; without the mark Llama 3.2 and 4
+    ("<|tool_call_start|>", _SPACE, "[", NAME, "("),
+    Parameters((NAME, "="), "", (")",), is_python=True),
+)
 FORMS = (
     MISTRAL,
+    PYTHON,
     CallForm(  # DeepSeek-V3 and R1
         (_DEEPSEEK, "function", "<｜tool▁sep｜>", NAME, _SPACE, "```json", _SPACE, _OBJECT)
     ),
@@ -76,26 +85,38 @@ FORMS = (
         ('<invoke name="', NAME, '">'),
         Parameters(('<parameter name="', _KEY, '">'), "</parameter>", ("</invoke>",)),
     ),
+    CallForm(  # DeepSeek-V3.2
+        (f'<{_DSML}invoke name="', NAME, '">'),
+        Parameters(
+            (f'<{_DSML}parameter name="', _KEY, '" string="', re.compile(r"\w*"), '">'),
+            f"</{_DSML}parameter>",
+            (f"</{_DSML}invoke>",),
+        ),
+    ),
 )
 # Marks before a call, of which several may follow each other, and marks after it.
 WRAPPERS = (
     *("<tool_call>", "<tool_calls>", "<seed:tool_call>", "<minimax:tool_call>", "<|tool_call|>"),
     *("[TOOL_CALLS]", "<|python_tag|>", "functools", "<|START_ACTION|>"),
     *("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>"),
+    *(f"<{_DSML}function_calls>", "<TOOLCALL>", "<|tool_call_start|>"),
 )
 OPENINGS = tuple(dict.fromkeys((*WRAPPERS, *(str(form.head[0]) for form in FORMS))))
 CLOSINGS = (
     *("</tool_call>", "</tool_calls>", "</seed:tool_call>", "</minimax:tool_call>"),
     *("<|/tool_call|>", "[/TOOL_CALLS]", "<|END_ACTION|>", "<｜tool▁call▁end｜>"),
     *("<｜tool▁calls▁end｜>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    *(f"</{_DSML}function_calls>", "</TOOLCALL>"),
 )
-# All texts that may be tokens: the pieces and marks above, and three more.
+# All texts that may be tokens: the pieces and marks above, and four more.
 MARKS = frozenset(
     piece
     for form in FORMS
     for piece in (*form.head, *(form.parameters.opening if form.parameters else ()))
     if isinstance(piece, str)
-) | {*OPENINGS, *CLOSINGS, "</arg_value>", "[ARGS]", "[CALL_ID]"}
+) | {*OPENINGS, *CLOSINGS, _DSML, "</arg_value>", "[ARGS]", "[CALL_ID]"}
+_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_LITERAL = re.compile(rf"""{_STRING}|[][(){{}},]|[^][(){{}},'"]+""", re.DOTALL)
 _SKIPPED = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))}|\s)*")
 
 
@@ -132,6 +153,26 @@ def read_pieces(
     return name, at
 
 
+def end_of_literal(text: str, begin: int) -> int | None:
+    """Returns where the Python value that begins there ends: at a comma or a bracket that is not
+    inside of it. Returns None if its end has still to come."""
+    at, depth = begin, 0
+    while found := _LITERAL.match(text, at):
+        if depth == 0 and found[0] in ",)]}":
+            return at
+        depth += (found[0] in "([{") - (found[0] in ")]}")
+        at = found.end()
+    return None
+
+
+def literal(text: str) -> Any:
+    """Returns the value of a Python literal that JSON can hold, None for any other text."""
+    try:
+        return parse_json(json.dumps(ast.literal_eval(text)))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
 def before_arguments(name: str) -> str:
     """Returns a regular expression that fits the end of what stands before a call's arguments, for
     a tool of this name and every form in which they are JSON and follow the name."""
@@ -146,8 +187,9 @@ def before_arguments(name: str) -> str:
 def typed(value: str, schema: Any, root: Any) -> Any:
     """Returns the value of a parameter that stands as text between tags.
 
-    Reads the text as JSON, and returns that if the parameter's schema, a part of `root`, allows its
-    type. Otherwise, and where the schema allows strings only, returns the text itself.
+    Reads the text as JSON, or a list or an object as Python, and returns that if the parameter's
+    schema, a part of `root`, allows its type. Otherwise, and where the schema allows strings only,
+    returns the text itself.
 
     Example: "5" is the number 5 for {"type": "integer"} and for {}, but "5" for {"type": "string"}.
     """
@@ -158,7 +200,10 @@ def typed(value: str, schema: Any, root: Any) -> Any:
     try:
         read = parse_json(_PYTHON.get(plain, plain))
     except ValueError:
-        return value
+        # as templates write them that leave it to Python, Seed-OSS's for instance
+        read = literal(plain) if plain.startswith(("[", "{")) else None
+        if read is None:
+            return value
     return read if not allowed or allowed & _KINDS[type(read)] else value
 
 

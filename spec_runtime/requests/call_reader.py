@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from spec_runtime.constraints.call_forms import (
@@ -16,9 +17,12 @@ from spec_runtime.constraints.call_forms import (
     FORMS,
     MISTRAL,
     OPENINGS,
+    PYTHON,
     WRAPPERS,
     Parameters,
     after_wrappers,
+    end_of_literal,
+    literal,
     read_pieces,
     typed,
 )
@@ -155,7 +159,7 @@ class CallReader:
             begin = self._after_space(self._at)
             if begin == len(text):
                 return False
-            head = self._head_at(begin, self._is_named)
+            head = self._head_at(begin, True)
             if head is True:
                 return False
             self._is_begin = False
@@ -187,7 +191,8 @@ class CallReader:
             return False
         if _BEGUN_MEMBER.match(rest) and not self._is_end:
             return False
-        head = self._head_at(at, self._is_named)
+        is_next = self._head.parameters is PYTHON.parameters and "]" not in text[self._at : at]
+        head = self._head_at(at, True, is_next)
         if head is True:
             return False
         self._at = self._sent = at
@@ -244,10 +249,11 @@ class CallReader:
 
     # ---- looking ahead ----
 
-    def _head_at(self, at: int, is_named: bool = False) -> _Head | bool:
+    def _head_at(self, at: int, is_bare: bool = False, is_next: bool = False) -> _Head | bool:
         """Returns the beginning of the call at this place, False if there is none, and True if one
-        may be there once more text has come. If it `is_named`, a call in Mistral's form needs no
-        mark before its name."""
+        may be there once more text has come. If it `is_bare`, a list of Python's calls needs no
+        mark, nor does one in Mistral's form where that is the family's; `is_next` says that it may
+        be the next call of Python's list."""
         text, after = self._text, after_wrappers(self._text, at)
         rest = text[after : after + _MAX_HEAD]
         if any(mark.startswith(rest) for mark in _MARKERS):  # also where nothing is left
@@ -255,12 +261,16 @@ class CallReader:
         found = self._object_at(after)
         if found is not False:
             return found
+        heads = [(form, form.head, text.rfind(str(form.head[0]), at, after)) for form in FORMS]
+        if is_bare:
+            heads.append((PYTHON, PYTHON.head[2:], after))
+        if is_bare and self._is_named:
+            heads.append((MISTRAL, MISTRAL.head[1:], after))
+        if is_next:
+            heads.append((PYTHON, PYTHON.head[3:], after))
         may_come = False
-        for form in FORMS:
-            start = text.rfind(str(form.head[0]), at, after)
-            pieces, start = form.head, after if start < 0 else start
-            if is_named and form is MISTRAL:
-                pieces, start = form.head[1:], after
+        for form, pieces, start in heads:
+            start = after if start < 0 else start
             read = read_pieces(pieces, text, start, self._may_be_known)
             if not isinstance(read, bool):
                 return _Head(start, *read, parameters=form.parameters)
@@ -312,6 +322,8 @@ class CallReader:
         properties = schema.get("properties")
         while True:
             at = self._after_space(self._at)
+            if form.is_python and text.startswith(",", at):
+                at = self._after_space(at + 1)
             for end in form.ends:
                 if text.startswith(end, at):
                     self._at = at + len(end)
@@ -321,21 +333,28 @@ class CallReader:
                 may_come = opened or any(end.startswith(text[at:]) for end in form.ends)
                 return False if may_come else None
             key, begin = opened
-            end_of_value = self._end_of_value(form, begin)
+            find_end = end_of_literal if form.is_python else partial(self._end_of_value, form)
+            end_of_value = find_end(text, begin)
             if end_of_value is None:
                 return False
-            value = text[begin:end_of_value]
+            if form.is_python and end_of_value == begin:
+                return None
+            value: Any = text[begin:end_of_value]
             if form.has_lines:
                 value = value.removeprefix("\n").removesuffix("\n")
-            own = properties.get(key) if isinstance(properties, dict) else None
-            member = json.dumps({key: typed(value, own, schema)}, ensure_ascii=False)
+            if form.is_python and (read := literal(value.strip())) is not None:
+                value = read
+            else:
+                own = properties.get(key) if isinstance(properties, dict) else None
+                value = typed(value, own, schema)
+            member = json.dumps({key: value}, ensure_ascii=False)
             self._values.append(member[1:-1])
             self._at = end_of_value + len(form.closing)
 
-    def _end_of_value(self, form: Parameters, begin: int) -> int | None:
+    def _end_of_value(self, form: Parameters, text: str, begin: int) -> int | None:
         """Returns where the value that begins there ends, None if its end has still to come. It
         ends at a closing tag after which another parameter, or the end of the call, stands."""
-        text, next_ones = self._text, (str(form.opening[0]), *form.ends)
+        next_ones = (str(form.opening[0]), *form.ends)
         start = max(begin, self._searched)
         while (at := text.find(form.closing, start)) >= 0:
             start = at + len(form.closing)

@@ -123,10 +123,10 @@ GET_WEATHER = {"name": PARIS.name, "parameters": {"type": "object", "properties"
 @pytest.mark.parametrize("text", TRANSCRIPTS)
 def test_every_familys_call_is_read(text: str) -> None:
     """The guide's table: alone, twice and after text, whole and character by character."""
-    assert len(TRANSCRIPTS) == 18
-    assert set(re.findall(r"<[|｜][^<>]+>|\[[A-Z_]+\]", text)) <= MARKS, "may be special tokens"
+    assert len(TRANSCRIPTS) == 23
+    assert set(re.findall(r'<[|｜][^<>"]+>|\[[A-Z_]+\]', text)) <= MARKS, "may be special tokens"
     offered: list[dict[str, Any]] = [{"function": GET_WEATHER}, {"function": {"name": "get"}}]
-    is_marked = not text.startswith("{")
+    is_marked = not re.match(r"\{|\[\w+\(", text)
     said = f"Let me see.\n{text}" if is_marked else text
     for answer, content, calls in (
         (text, "", [PARIS]),
@@ -160,6 +160,9 @@ OPTIONAL = {"type": ["string", "null"]}
         ({"type": "boolean"}, "True", True),
         ({"type": "array"}, '["a", 1]', ["a", 1]),
         ({"type": "object"}, "{no", "{no"),
+        ({"type": "array"}, "['a', None]", ["a", None]),
+        ({"type": "object"}, "{'a': True}", {"a": True}),
+        ({"type": "object"}, "{1, 2}", "{1, 2}"),
         ({}, "5", 5),
         ({}, "five", "five"),
         (None, "5", 5),
@@ -184,6 +187,32 @@ def test_parameters_are_read_by_their_schema(schema: Any, text: str, value: Any)
         answer, "hermes", [{"function": {"name": "f", "parameters": parameters}}]
     )
     assert (content, call.name, json.loads(call.arguments_json)) == ("", "f", {"v": value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        ("a=1, b='x, (y)', c=\"it's\"", {"a": 1, "b": "x, (y)", "c": "it's"}),
+        ("a=[1, [2, {'b': None}]],b=-0.5", {"a": [1, [2, {"b": None}]], "b": -0.5}),
+        ('a={"b": true}, c=False', {"a": {"b": True}, "c": False}),
+        ("a='\\n\\''", {"a": "\n'"}),
+    ],
+)
+def test_calls_in_python_are_read(arguments: str, expected: dict[str, Any]) -> None:
+    """Alone, and as the first of a list, whole and character by character."""
+    for answer in (f"[f({arguments})]", f"<|tool_call_start|>[f({arguments}), g(x=1)]"):
+        content, calls = parse_calls(answer, "hermes")
+        reader = CallReader("hermes")
+        parts, rest = parts_of(reader, answer, 1)
+        assert (content, calls) == joined(parts + rest)
+        assert (content, calls[0].name, json.loads(calls[0].arguments_json)) == ("", "f", expected)
+        assert calls[1:] == ([ToolCall("g", '{"x": 1}')] if "g(" in answer else [])
+
+
+@pytest.mark.parametrize("text", ["[f(1)]", "[f](x=1)", "[f(a='b)]", "[f(a=1", "f(a=1)", "[f(a=)]"])
+def test_what_is_no_call_in_python_stays_text(text: str) -> None:
+    assert parse_calls(text, "hermes") == (text, [])
 
 
 def test_broken_parameters_stay_text() -> None:
