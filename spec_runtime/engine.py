@@ -511,7 +511,8 @@ class Engine:
 
         Calls that wait get a RuntimeError. Waits until other threads have left their calls; a
         stream that nobody reads keeps the memory until it is closed or dropped. Engines on the same
-        target (`with_drafter`) go on, and keep it. Closing twice is fine.
+        target (`with_drafter`) go on, and keep it. On Linux this also bounds, for the whole
+        process, the free memory that the C library keeps. Closing twice is fine.
         """
         return_big_blocks()
         self._parts = None  # first, so that no lane is opened again

@@ -81,6 +81,7 @@ class BpeTokenizer:
         limits: TrialLimits | None = None,
     ) -> None:
         self.template, self._limits = template, limits
+        self.vocab_size = FIRST_MERGED + len(MERGES) + max(len(ADDED), len(added))
         self._definition = definition(added=added)
         self._tokenizer: Any = Tokenizer.from_str(self._definition)
         self._compiler: GrammarCompiler | None = None

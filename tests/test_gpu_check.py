@@ -539,6 +539,20 @@ def test_errors_of_rows_are_shares_of_their_range() -> None:
     assert graphs.row_errors(got, expected) == [0.1, 0.25]
 
 
+def test_pairs_of_guesses_are_compared_by_their_tokens() -> None:
+    """Rounding may swap two guesses, and may name another last one."""
+    ids = np.array([[3, 5, 8], [1, 2, 4]])
+    pairs = np.arange(9.0).reshape(1, 3, 3)
+    swapped = {"guess_ids": np.array([[5, 3, 8], [1, 2, 9]]), "pair_log_probs": pairs[:, [1, 0, 2]]}
+    ((got, expected),) = same._pair_rows(swapped, {"guess_ids": ids, "pair_log_probs": pairs})
+    assert got.tolist() == expected.tolist() == [[0, 1], [3, 4], [6, 7]]
+    wrong = {"guess_ids": ids, "pair_log_probs": pairs[:, [1, 0, 2]]}
+    ((got, expected),) = same._pair_rows(wrong, {"guess_ids": ids, "pair_log_probs": pairs})
+    assert not np.array_equal(got, expected)
+    other = {"guess_ids": ids + 100, "pair_log_probs": pairs}
+    assert not [*same._pair_rows(other, swapped)], "no token in common"
+
+
 # ---- a whole run over the stand-in for CUDA, whose numbers mean nothing ----
 
 

@@ -99,10 +99,10 @@ def _without_thinking(
     """Yields the chunks of an answer without the model's thinking, which fits no grammar."""
     from spec_runtime.requests.answer import form_of
     from spec_runtime.requests.result import Piece
-    from spec_runtime.text.thinking import ThinkingReader
+    from spec_runtime.text.thinking import open_reader
 
     form = form_of(engine.tokenizer, prompt)
-    reader = ThinkingReader(form.tags, form.is_begun)
+    reader = open_reader(form.tags, form.is_begun)
     for chunk in chunks:
         pieces = [Piece(reader.push(each.text)[1], each.depth) for each in chunk.pieces]
         if chunk.result is not None:

@@ -18,7 +18,9 @@ from spec_runtime.mapping import parse_json
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
 _KEY = re.compile(r'[^<>"\n]{1,128}')
 _SPACE = re.compile(r"\s*")
-_OBJECT = re.compile(r"(?={)")
+_OBJECT, _TAG = re.compile(r"(?={)"), re.compile(r"(?=<)")
+_QUOTE = '<|"|>'  # Gemma 4's, around strings
+_BARE_KEY = re.compile(r"[\w.$-]+(?=\s*:)")
 _MAX_DEPTH = 8  # of references and alternatives in a schema
 
 Piece = str | re.Pattern[str]  # a fixed text, or whatever fits a pattern
@@ -29,34 +31,74 @@ class Parameters(NamedTuple):
 
     `opening` holds the pieces before a value, one of them the parameter's name, and `closing` is
     the tag after it. One of `ends` ends the call. `has_lines` says that a value stands on lines of
-    its own: one line break before and one after it do not belong to it. Where they are Python's
-    keyword arguments, `is_python`, values are literals, and no tag but a comma is between them.
+    its own: one line break before and one after it do not belong to it. Where commas part them in
+    place of tags, `read` returns what a value says, None for none.
     """
 
     opening: tuple[Piece, ...]
     closing: str
     ends: tuple[str, ...]
     has_lines: bool = False
-    is_python: bool = False
+    read: Callable[[str], Any] | None = None
+
+
+def literal(text: str) -> Any:
+    """Returns the value of a Python literal that JSON can hold, None for any other text."""
+    try:
+        return parse_json(json.dumps(ast.literal_eval(text)))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _gemma_value(text: str) -> Any:
+    """Returns the value of an argument as Gemma 4 writes it, None for any other text: a string
+    stands between two of its quotes, and no key has any."""
+    pieces = text.split(_QUOTE)
+    pieces[1::2] = map(json.dumps, pieces[1::2])
+    pieces[::2] = (_BARE_KEY.sub(r'"\g<0>"', piece) for piece in pieces[::2])
+    try:
+        return parse_json("".join(pieces))
+    except ValueError:
+        return None
 
 
 class CallForm(NamedTuple):
     """Says how a call is written: the pieces before its arguments, one of them the tool's name, and
-    how `parameters` are written, None for arguments that are a JSON object."""
+    how `parameters` are written, None for arguments that are a JSON object. Where calls stand in a
+    list, the first has all pieces, and the others those from `next` on."""
 
     head: tuple[Piece, ...]
     parameters: Parameters | None = None
+    next: int = 0
 
 
 _DEEPSEEK, _DSML = "<｜tool▁call▁begin｜>", "｜DSML｜"
 MISTRAL = CallForm(("[TOOL_CALLS]", _SPACE, NAME, re.compile(r"(?:\[[\w\[\]]*)?\s*"), _OBJECT))
 PYTHON = CallForm(  # a list of calls: LFM2; without the mark Llama 3.2 and 4
     ("<|tool_call_start|>", _SPACE, "[", NAME, "("),
-    Parameters((NAME, "="), "", (")",), is_python=True),
+    Parameters((NAME, "="), "", (")",), read=literal),
+    next=3,
 )
+_CHANNEL = ("<|channel|>", "commentary to=functions.", NAME)
 FORMS = (
     MISTRAL,
     PYTHON,
+    CallForm((*_CHANNEL, "<|message|>", _SPACE, _OBJECT)),  # gpt-oss
+    CallForm((*_CHANNEL, " ", "<|constrain|>", "json", "<|message|>", _SPACE, _OBJECT)),
+    CallForm(("<function=", NAME, ">", _SPACE, _OBJECT)),  # Functionary, Llama 3.1's custom tools
+    CallForm(  # Apertus
+        ("<|tools_prefix|>", _SPACE, "[", _SPACE, '{"', NAME, '":', _SPACE, _OBJECT), next=4
+    ),
+    CallForm(  # Solar Open
+        (
+            *("<|tool_call:begin|>", re.compile(r"\w*"), "<|tool_call:name|>", NAME),
+            *("<|tool_call:args|>", _SPACE, _OBJECT),
+        )
+    ),
+    CallForm(  # Gemma 4
+        ("<|tool_call>", "call:", NAME, "{"),
+        Parameters((NAME, ":"), "", ("}",), read=_gemma_value),
+    ),
     CallForm(  # DeepSeek-V3 and R1
         (_DEEPSEEK, "function", "<｜tool▁sep｜>", NAME, _SPACE, "```json", _SPACE, _OBJECT)
     ),
@@ -68,13 +110,13 @@ FORMS = (
         )
     ),
     CallForm(  # Qwen3-Coder, Seed-OSS
-        ("<function=", NAME, ">"),
+        ("<function=", NAME, ">", _SPACE, _TAG),
         Parameters(
             ("<parameter=", _KEY, ">"), "</parameter>", ("</function>", "</tool_call>"), True
         ),
     ),
     CallForm(  # GLM-4.5 to 4.7
-        ("<tool_call>", _SPACE, NAME, _SPACE, re.compile("(?=<)")),
+        ("<tool_call>", _SPACE, NAME, _SPACE, _TAG),
         Parameters(
             ("<arg_key>", _KEY, "</arg_key>", _SPACE, "<arg_value>"),
             "</arg_value>",
@@ -100,23 +142,28 @@ WRAPPERS = (
     *("[TOOL_CALLS]", "<|python_tag|>", "functools", "<|START_ACTION|>"),
     *("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>"),
     *(f"<{_DSML}function_calls>", "<TOOLCALL>", "<|tool_call_start|>"),
+    *("<|function_call|>", "<|tool_calls|>", "<|message_sep|>", "function call<|role_sep|>"),
 )
 OPENINGS = tuple(dict.fromkeys((*WRAPPERS, *(str(form.head[0]) for form in FORMS))))
 CLOSINGS = (
     *("</tool_call>", "</tool_calls>", "</seed:tool_call>", "</minimax:tool_call>"),
     *("<|/tool_call|>", "[/TOOL_CALLS]", "<|END_ACTION|>", "<｜tool▁call▁end｜>"),
     *("<｜tool▁calls▁end｜>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    *(f"</{_DSML}function_calls>", "</TOOLCALL>"),
+    *(f"</{_DSML}function_calls>", "</TOOLCALL>", "<|call|>", "<tool_call|>"),
+    *("<|tools_suffix|>", "<|tool_call:end|>", "<|calls|>", "<|message_sep|>", "</function>"),
 )
-# All texts that may be tokens: the pieces and marks above, and four more.
+# All texts that may be tokens: the pieces and marks above, and six more.
 MARKS = frozenset(
     piece
     for form in FORMS
     for piece in (*form.head, *(form.parameters.opening if form.parameters else ()))
     if isinstance(piece, str)
-) | {*OPENINGS, *CLOSINGS, _DSML, "</arg_value>", "[ARGS]", "[CALL_ID]"}
+) | {*OPENINGS, *CLOSINGS, _DSML, "</arg_value>", "[ARGS]", "[CALL_ID]", _QUOTE, "<|role_sep|>"}
 _STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_LITERAL = re.compile(rf"""{_STRING}|[][(){{}},]|[^][(){{}},'"]+""", re.DOTALL)
+# A text between Gemma's quotes is whole before its comma counts, and so is the quote.
+_LITERAL = re.compile(
+    rf"""<\|"\|>.*?<\|"\|>|<(?!\|"|\|?\Z)|{_STRING}|[][(){{}},]|[^][(){{}},'"<]+""", re.DOTALL
+)
 _SKIPPED = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))}|\s)*")
 
 
@@ -154,8 +201,8 @@ def read_pieces(
 
 
 def end_of_literal(text: str, begin: int) -> int | None:
-    """Returns where the Python value that begins there ends: at a comma or a bracket that is not
-    inside of it. Returns None if its end has still to come."""
+    """Returns where the value that begins there ends, Python's or Gemma's: at a comma or a bracket
+    that is not inside of it. Returns None if its end has still to come."""
     at, depth = begin, 0
     while found := _LITERAL.match(text, at):
         if depth == 0 and found[0] in ",)]}":
@@ -163,14 +210,6 @@ def end_of_literal(text: str, begin: int) -> int | None:
         depth += (found[0] in "([{") - (found[0] in ")]}")
         at = found.end()
     return None
-
-
-def literal(text: str) -> Any:
-    """Returns the value of a Python literal that JSON can hold, None for any other text."""
-    try:
-        return parse_json(json.dumps(ast.literal_eval(text)))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
 
 
 def before_arguments(name: str) -> str:
@@ -181,7 +220,10 @@ def before_arguments(name: str) -> str:
     mistral = rf"\]\s*{name}(\[CALL_ID\]\w+)?\[ARGS\]"
     deepseek = rf"<｜tool▁sep｜>{name}\s*```json|>{name}<｜tool▁sep｜>"
     kimi = rf"functions\.{name}:\d*\s*<\|tool_call_argument_begin\|>"
-    return f"{keyed}|{mistral}|{deepseek}|{kimi}"
+    harmony = rf"to=functions\.{name}[^\{{\}}]*<\|message\|>"
+    apertus = rf'(<\|tools_prefix\|>\s*\[\s*|\}}\s*,\s*)\{{"{name}":'
+    solar = rf"<\|tool_call:name\|>{name}<\|tool_call:args\|>"
+    return "|".join((keyed, mistral, deepseek, kimi, harmony, apertus, solar))
 
 
 def typed(value: str, schema: Any, root: Any) -> Any:

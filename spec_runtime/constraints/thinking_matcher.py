@@ -12,10 +12,10 @@ from spec_runtime.constraints.base import Matcher
 
 class ThinkingTokens(NamedTuple):
     """The tokens between which a model thinks; `opening` is None where the prompt ends inside of
-    its thinking. One of `blanks` may follow the closing one."""
+    its thinking. One of `blanks` may follow the closing ones."""
 
     opening: int | None
-    closing: int
+    closing: Sequence[int]
     blanks: Sequence[int]
 
 
@@ -77,9 +77,13 @@ class ThinkingMatcher:
     @property
     def _is_thinking(self) -> bool:
         """Says whether the closing token has still to come."""
-        if self._num_inside or self._tokens.closing in self._before[-2:]:
+        if self._num_inside or self._is_closed(self._before) or self._is_closed(self._before[:-1]):
             return False
         return bool(self._before) or self._tokens.opening is None
+
+    def _is_closed(self, before: list[int]) -> bool:
+        closing = self._tokens.closing
+        return before[-len(closing) :] == [*closing]
 
     @property
     def _extra(self) -> Sequence[int]:
@@ -89,4 +93,4 @@ class ThinkingMatcher:
             return ()
         if not self._before:
             return () if self._tokens.opening is None else (self._tokens.opening,)
-        return self._tokens.blanks if self._before[-1] == self._tokens.closing else ()
+        return self._tokens.blanks if self._is_closed(self._before) else ()

@@ -5,6 +5,7 @@ Each family of models writes calls in its own way:
 - llama3 (Llama 3.1 to 3.3): `{"name": "f", "parameters": {…}}`, several separated by ";";
 - mistral: `[TOOL_CALLS][{"name": "f", "arguments": {…}}]`, or newer `[TOOL_CALLS]f[ARGS]{…}`;
 - hermes (Qwen, Hermes, SmolLM3): `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`;
+- harmony (gpt-oss): a message to a function; a forced one is `{"name": "f", "arguments": {…}}`;
 - phi (Phi-4): `<|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>`, `functools[…]`;
 - smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
 
@@ -33,10 +34,11 @@ class ToolCall(NamedTuple):
 
 
 _OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
-FAMILIES = ("llama3", "mistral", "hermes", "phi", "smollm")
+FAMILIES = ("llama3", "mistral", "hermes", "harmony", "phi", "smollm")
 # What a family's chat template is known by.
 _MARKS = (
     (("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "mistral"),
+    (("<|channel|>commentary",), "harmony"),
     (("<|tool_call|>", "<|tool|>", "functools"), "phi"),
     (("<|python_tag|>", '"parameters": dictionary of argument name'), "llama3"),
 )

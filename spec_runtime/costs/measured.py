@@ -117,7 +117,8 @@ def _passes(
             end = time.perf_counter()
             taken.setdefault((n, each), []).append(end - begin)
         settings = [*taken]
-        if turn + 1 >= least and 2 * end - begin_of_round - start > seconds:
+        taken_by_a_round = end - begin_of_round
+        if turn + 1 >= least and end + taken_by_a_round - start > seconds:
             break
     # what else runs on the machine only adds to a time
     ms = {each: round(1000 * float(np.quantile(t, 0.25)), 4) for each, t in taken.items()}

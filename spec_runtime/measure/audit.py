@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from spec_runtime.measure.prompts import BenchPrompt
 
 SAMPLED_ROWS = 16  # rows of each answer that are compared with those of plain decoding
-CHAIN_ROWS = 16  # rows at each answer's end that are computed again as one chain
+CHAIN_ROWS = 16  # rows at each answer's end that are computed again, as a path of one tree
 CLASSES = ("near tie", "rounding", "real")
 
 
@@ -114,9 +114,9 @@ class Answer:
 class AuditReport:
     """Holds what was found.
 
-    ``rows`` compare trees with plain decoding, ``chain_rows`` a chain of rows with the same rows
-    one by one. ``skipped`` has the prompts that did not fit. The last three fields are counts and
-    seconds of strict decoding.
+    ``rows`` compare trees with plain decoding, ``chain_rows`` a path of rows in one tree
+    with the same rows one by one. ``skipped`` has the prompts that did not fit. The last three
+    fields are counts and seconds of strict decoding.
     """
 
     precision: str
@@ -284,7 +284,7 @@ class _Auditor:
         speculative, parting_V = self._decode_speculatively(prompt, prompt_ids, plain, kept)
         assert self._engine.last_result is not None
         stats = self._engine.last_result.stats
-        report.chain_rows += _chain_rows(target, [*prompt_ids, *plain[:-1]], last)
+        report.chain_rows += _chain_rows(target, prompt_ids, plain[:-1], last)
         divergence = None
         position = first_difference(plain, speculative)
         if position is not None:
@@ -309,7 +309,8 @@ class _Auditor:
         stride = max(1, self._params.max_new_tokens // SAMPLED_ROWS)
         plain: list[int] = []
         kept: dict[int, np.ndarray] = {}
-        last: deque[np.ndarray] = deque(maxlen=min(CHAIN_ROWS, self._engine.target.max_nodes))
+        num_teeth = (self._engine.target.max_nodes + 1) // 2
+        last: deque[np.ndarray] = deque(maxlen=min(CHAIN_ROWS, num_teeth))
         tokens = self._emitted(self._engine.with_drafter("none"), prompt_ids)
         for position, token in enumerate(tokens):
             self._judge(prompt, position, token, is_plain=True)
@@ -383,19 +384,37 @@ def _row_delta(
 
 
 def _chain_rows(
-    target: Target, context: Sequence[int], row_NV: Sequence[np.ndarray]
+    target: Target, prompt_ids: Sequence[int], answer: Sequence[int], row_NV: Sequence[np.ndarray]
 ) -> list[ChainRow]:
-    """Computes the last rows of ``context`` again, in one pass over a chain of them, and compares
-    them with ``row_NV``, which were computed one by one."""
+    """Computes an answer's rows again, as paths of trees, and compares the last of them with
+    ``row_NV``, which were computed one by one."""
     n = len(row_NV)
     if n < 2:
         return []
+    context = [*prompt_ids, *answer]
+    first = len(context) - max(1, len(answer) // n) * n  # whole trees, of the last rows at least
     with target.alone():
-        target.prefill(context[:-n])
-        verified = target.verify(TokenTree.chain(context[-n:]))
-        rows = [limits.chain_row(row_NV[i], verified.row(i)) for i in range(n)]
-        target.commit(range(n))
+        target.prefill(context[:first])
+        for begin in range(first, len(context), n):
+            tree, path = _comb(context[begin : begin + n], target.vocab_size)
+            verified = target.verify(tree)
+            rows = [limits.chain_row(row_NV[i], verified.row(node)) for i, node in enumerate(path)]
+            target.commit(path)
     return rows
+
+
+def _comb(tokens: Sequence[int], vocab_size: int) -> tuple[TokenTree, list[int]]:
+    """Returns a tree with a path of n tokens and a leaf before each of them but the first, and the
+    nodes of the path.
+
+    So other rows lie in the cache between those of the path, as in the trees of drafts. Tokens
+    5, 7, 9 give the tokens [5, 8, 7, 10, 9], the parents [0, 0, 0, 2, 2] and the path 0, 2, 4.
+    """
+    num_nodes = 2 * len(tokens) - 1
+    token_N = np.repeat(np.asarray(tokens, np.int64), 2)[1:]
+    token_N[1::2] = (token_N[1::2] + 1) % vocab_size
+    parent_N = np.maximum(np.arange(num_nodes) - 1, 0) // 2 * 2
+    return TokenTree(token_N, parent_N), [*range(0, num_nodes, 2)]
 
 
 def summarise(report: AuditReport) -> dict[str, Any]:

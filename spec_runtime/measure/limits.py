@@ -1,9 +1,10 @@
 """Derives what rounding may do to a logit, from rows that were computed in two forms.
 
-At reduced precisions one token's logits depend on how many rows the pass has, through the rounding
-of each row's inputs. The audit (audit.py) therefore measures *chain rows*: the last rows of each
-plain answer, computed one by one and again as one chain of up to 16 rows. No draft and no
-acceptance is part of that, so whatever differs is rounding.
+At reduced precisions one token's logits depend on how many rows the pass has, and on where its
+ancestors' rows lie in the cache, through the rounding of each row's inputs. The audit (audit.py)
+therefore measures *chain rows*: the last rows of each plain answer, computed one by one and again
+as a path of up to 16 nodes through a tree, whose other nodes lie between them; so are the rows of
+the answer before them. No draft and no acceptance is part of that, so whatever differs is rounding.
 
 Two limits follow, each with the number of false alarms that a sound audit has to expect:
 
@@ -16,7 +17,12 @@ Two limits follow, each with the number of false alarms that a sound audit has t
       N · mean over chain rows of Σ_j [g_j > L] · P(move > g_j),
 
   with j the likely tokens below the best. L is the smallest value for which it is at most
-  `FALSE_ALARMS`.
+  `FALSE_ALARMS`. Where moves are small, as at fp16, few of the gaps measured are as small, and the
+  sum says nothing. So L is also at least what a density d of gaps from 0 on asks for,
+
+      N · d · ∫ P(move > g) dg from L on  =  `FALSE_ALARMS`,
+
+  d being half of the rows over the median gap below the likeliest token.
 - ``row``: the largest |Δlogit| over the vocabulary between a tree's row and plain decoding's. Its
   limit is where the expected number of sound rows above it falls to `FALSE_ALARMS`.
 
@@ -43,16 +49,17 @@ from typing import NamedTuple
 import numpy as np
 
 FALSE_ALARMS = 0.01  # expected of one sound audit, for each of the two limits
+TINY = 1e-9  # logits, where most rows tie
 LIKELY = 8  # tokens of a row whose logits are compared with each other
 TAIL_SHARE, TAIL_VALUES = 0.05, 20  # of the values, and at least this many, tell the tail
 
 
 class ChainRow(NamedTuple):
-    """One row computed by itself and in a chain.
+    """One row computed by itself and in a tree.
 
     ``delta`` is the largest |Δlogit| over the vocabulary. ``gap_C`` are the gaps from the likeliest
     token to the next ones, in the row computed by itself, and ``move_C`` says by how much each gap
-    is smaller in the chain's row. Logits [5, 3, 1] by itself and [4.5, 3.5, 1] in the chain give
+    is smaller in the tree's row. Logits [5, 3, 1] by itself and [4.5, 3.5, 1] in the tree give
     delta 0.5, gap_C [2, 4] and move_C [1, 0.5].
     """
 
@@ -61,13 +68,13 @@ class ChainRow(NamedTuple):
     move_C: np.ndarray
 
 
-def chain_row(alone_V: np.ndarray, chain_V: np.ndarray) -> ChainRow:
-    """Compares one row's logits f32[V] computed by itself with those computed in a chain."""
+def chain_row(alone_V: np.ndarray, tree_V: np.ndarray) -> ChainRow:
+    """Compares one row's logits f32[V] computed by itself with those computed in a tree."""
     likely = np.argpartition(-alone_V, min(LIKELY, len(alone_V)) - 1)[:LIKELY]
     likely = likely[np.argsort(-alone_V[likely])]
     gap_C = alone_V[likely[0]] - alone_V[likely[1:]]
-    chain_gap_C = chain_V[likely[0]] - chain_V[likely[1:]]
-    return ChainRow(float(np.abs(chain_V - alone_V).max()), gap_C, gap_C - chain_gap_C)
+    tree_gap_C = tree_V[likely[0]] - tree_V[likely[1:]]
+    return ChainRow(float(np.abs(tree_V - alone_V).max()), gap_C, gap_C - tree_gap_C)
 
 
 class Tail(NamedTuple):
@@ -127,7 +134,9 @@ def derive(rows: Sequence[ChainRow], num_tokens: int, num_rows: int) -> Limits:
     expected_P = max(1, num_tokens) / len(rows) * np.cumsum(moves.beyond(gap_P))
     num_sound = int((expected_P <= FALSE_ALARMS).sum())
     gap = float(gap_P[num_sound]) if num_sound < len(gap_P) else 0.0
-    gap = min(gap, largest)
+    median = float(np.median([each.gap_C[0] for each in rows]))
+    partings = max(1, num_tokens) * 0.5 * moves.scale / max(median, TINY)  # over P(move > L)
+    gap = min(max(gap, moves.limit(FALSE_ALARMS / max(partings, FALSE_ALARMS))), largest)
     num_beyond = int((gap_P > gap).sum())
     false_gaps = float(expected_P[num_beyond - 1]) if num_beyond else 0.0
     return Limits(gap, row, false_gaps, float(num_rows * deltas.beyond(row)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from spec_runtime.constraints.thinking_matcher import ThinkingMatcher, ThinkingT
 from spec_runtime.constraints.tools import ToolCall
 from spec_runtime.requests.call_reader import CallReader, Part, joined
 from spec_runtime.text.messages import Tools
-from spec_runtime.text.thinking import Tags, ThinkingReader
+from spec_runtime.text.thinking import Tags, end_of_thinking, open_reader
 from spec_runtime.text.tokenizer import Codec
 
 MAX_OPENING = 64  # tokens of what a template writes before an answer
@@ -55,14 +56,9 @@ class AnswerForm:
     def num_thinking_tokens(self, text: str, text_ends: Sequence[int]) -> int:
         """Returns how many tokens of an answer are its thinking, the tags among them; see
         GenerationResult.text_ends."""
-        if self.tags is None:
-            return 0
-        opening, closing = self.tags
-        if not self.is_begun and not text.lstrip().startswith(opening):
-            return 0
-        before, tag, _ = text.partition(closing)
-        end = len(before) + len(tag)
-        return sum(each <= end for each in text_ends)
+        end = end_of_thinking(self.tags, text, self.is_begun)
+        end = len(text) if end is None else end
+        return sum(each <= end for each in text_ends) if end else 0
 
     def after_thinking(self, matcher: Matcher, eos: Sequence[int], num_logits: int) -> Matcher:
         """Returns a matcher of the same grammar before whose text the model may think."""
@@ -78,7 +74,7 @@ class AnswerReader:
     """Reads one answer as it comes, see `AnswerForm`."""
 
     def __init__(self, form: AnswerForm, streams: bool = True) -> None:
-        self._thinking = ThinkingReader(form.tags, form.is_begun)
+        self._thinking = open_reader(form.tags, form.is_begun)
         self._calls: CallReader | None = None
         if form.tools:
             self._calls = CallReader(form.family, form.tools, form.at_most, streams)
@@ -113,25 +109,29 @@ def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> 
         return form
     form = replace(form, tags=template.tags)
     end = codec.spelled(prompt[-MAX_OPENING:]).rstrip()
-    opening, closing = (_id_of(codec, tag) for tag in template.tags)
-    if opening is None or closing is None:
+    opening, closing = (_ids_of(codec, tag) for tag in template.tags)
+    if not opening or not closing:
         return replace(form, is_begun=end.endswith(template.tags.opening))
-    is_begun = _last(prompt, opening) > _last(prompt, closing)
+    is_begun = _last(prompt, opening[0]) > _last(prompt, closing[0])
     before = template.opening.rstrip()
-    is_new = bool(before) and end.endswith(before) and prompt[-1] != closing
+    is_new = bool(before) and end.endswith(before) and prompt[-1] != closing[-1]
     if not is_begun and not is_new:
         return form
     blanks = [codec.encode(blank, special_tokens=False) for blank in ("\n", "\n\n")]
     tokens = ThinkingTokens(
-        None if is_begun else opening, closing, tuple(each[0] for each in blanks if len(each) == 1)
+        None if is_begun else opening[0],
+        closing,
+        tuple(each[0] for each in blanks if len(each) == 1),
     )
     return replace(form, is_begun=is_begun, tokens=tokens)
 
 
-def _id_of(codec: Codec, tag: str) -> int | None:
-    """Returns the token that is a tag, None if there is none."""
-    ids = [each for each in codec.encode(tag, special_tokens=False) if codec.spelled([each]) == tag]
-    return ids[0] if len(ids) == 1 else None
+def _ids_of(codec: Codec, tag: str) -> list[int]:
+    """Returns the tokens of a tag, none if it does not begin with a mark that is a token: then the
+    text around it may change them."""
+    ids = codec.encode(tag, special_tokens=False)
+    mark = re.split(r"(?<=[]>])", tag)[0]
+    return next((ids[at:] for at, each in enumerate(ids) if codec.spelled([each]) == mark), [])
 
 
 def _last(ids: Sequence[int], token: int) -> int:

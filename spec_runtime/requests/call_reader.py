@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from spec_runtime.constraints.call_forms import (
@@ -19,10 +18,10 @@ from spec_runtime.constraints.call_forms import (
     OPENINGS,
     PYTHON,
     WRAPPERS,
+    CallForm,
     Parameters,
     after_wrappers,
     end_of_literal,
-    literal,
     read_pieces,
     typed,
 )
@@ -62,15 +61,20 @@ class Part(NamedTuple):
 class _Head(NamedTuple):
     """Holds where a call begins, its name, and where its arguments begin.
 
-    `depth` says how deep inside the call's JSON object the arguments lie, and `parameters` how they
-    are written if they are no JSON. Without a name the object has to be read to its end first.
+    `depth` says how deep inside the call's JSON object the arguments lie; or the call has a `form`.
+    Without a name the object has to be read to its end first.
     """
 
     begin: int
     name: str | None
     arguments: int
     depth: int = 0
-    parameters: Parameters | None = None
+    form: CallForm | None = None
+
+    @property
+    def parameters(self) -> Parameters | None:
+        """Says how the arguments are written if they are no JSON."""
+        return self.form and self.form.parameters
 
 
 def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[ToolCall]]:
@@ -191,8 +195,8 @@ class CallReader:
             return False
         if _BEGUN_MEMBER.match(rest) and not self._is_end:
             return False
-        is_next = self._head.parameters is PYTHON.parameters and "]" not in text[self._at : at]
-        head = self._head_at(at, True, is_next)
+        form = self._head.form if "]" not in text[self._at : at] else None
+        head = self._head_at(at, True, form)
         if head is True:
             return False
         self._at = self._sent = at
@@ -249,11 +253,13 @@ class CallReader:
 
     # ---- looking ahead ----
 
-    def _head_at(self, at: int, is_bare: bool = False, is_next: bool = False) -> _Head | bool:
+    def _head_at(
+        self, at: int, is_bare: bool = False, last: CallForm | None = None
+    ) -> _Head | bool:
         """Returns the beginning of the call at this place, False if there is none, and True if one
         may be there once more text has come. If it `is_bare`, a list of Python's calls needs no
-        mark, nor does one in Mistral's form where that is the family's; `is_next` says that it may
-        be the next call of Python's list."""
+        mark, nor does one in Mistral's form where that is the family's. It may be the next one of
+        a list, whose `last` call had this form."""
         text, after = self._text, after_wrappers(self._text, at)
         rest = text[after : after + _MAX_HEAD]
         if any(mark.startswith(rest) for mark in _MARKERS):  # also where nothing is left
@@ -266,14 +272,14 @@ class CallReader:
             heads.append((PYTHON, PYTHON.head[2:], after))
         if is_bare and self._is_named:
             heads.append((MISTRAL, MISTRAL.head[1:], after))
-        if is_next:
-            heads.append((PYTHON, PYTHON.head[3:], after))
+        if last is not None and last.next:
+            heads.append((last, last.head[last.next :], after))
         may_come = False
         for form, pieces, start in heads:
             start = after if start < 0 else start
             read = read_pieces(pieces, text, start, self._may_be_known)
             if not isinstance(read, bool):
-                return _Head(start, *read, parameters=form.parameters)
+                return _Head(start, *read, form=form)
             may_come = may_come or read
         return may_come and not self._is_end
 
@@ -322,7 +328,7 @@ class CallReader:
         properties = schema.get("properties")
         while True:
             at = self._after_space(self._at)
-            if form.is_python and text.startswith(",", at):
+            if form.read is not None and text.startswith(",", at):
                 at = self._after_space(at + 1)
             for end in form.ends:
                 if text.startswith(end, at):
@@ -333,16 +339,18 @@ class CallReader:
                 may_come = opened or any(end.startswith(text[at:]) for end in form.ends)
                 return False if may_come else None
             key, begin = opened
-            find_end = end_of_literal if form.is_python else partial(self._end_of_value, form)
-            end_of_value = find_end(text, begin)
+            if form.read is None:
+                end_of_value = self._end_of_value(form, text, begin)
+            else:
+                end_of_value = end_of_literal(text, begin)
             if end_of_value is None:
                 return False
-            if form.is_python and end_of_value == begin:
+            if form.read is not None and end_of_value == begin:
                 return None
             value: Any = text[begin:end_of_value]
             if form.has_lines:
                 value = value.removeprefix("\n").removesuffix("\n")
-            if form.is_python and (read := literal(value.strip())) is not None:
+            if form.read is not None and (read := form.read(value.strip())) is not None:
                 value = read
             else:
                 own = properties.get(key) if isinstance(properties, dict) else None

@@ -35,6 +35,7 @@ from spec_runtime.text.thinking import tags_of
 from spec_runtime.text.tool_prompts import ToolPrompter
 
 MAX_SECONDS = 5.0  # of one rendering
+TRIED_SECONDS = 1.0  # of one that only shows what the template reads
 MAX_SOURCE = 1 << 18  # characters of a template
 MAX_WEIGHT = 16 << 20  # of one value, see _weight
 MAX_TOTAL = 1 << 30  # of all values that one rendering makes
@@ -75,7 +76,7 @@ class ChatTemplate:
         name: str = "the chat template",
     ) -> None:
         self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
-        self._prompter = ToolPrompter(source)
+        self._prompter = ToolPrompter(source, self._tried)
         self._name = name
         self.source = source
         self.special_tokens = dict(special_tokens or {})
@@ -113,22 +114,40 @@ class ChatTemplate:
         beyond a limit, and for tools in another form.
         """
         prepared, checked_tools = self._prompter.prepared(messages, tools)
-        given = {"documents": None, **(variables or {})}
         self._environment.limits.start()
         try:
-            return self._template.render(
-                self.special_tokens,
-                messages=prepared,
-                add_generation_prompt=is_asked,
-                tools=checked_tools,
-                **given,
-            )
+            return self._text(prepared, checked_tools, is_asked, variables)
         except _MessagesRefused as error:
             raise UserError(f"{self._name} refuses these messages: {error}") from None
         except Exception as error:  # the program of a stranger raises anything
             raise UserError(
                 f"{self._name} cannot render these messages: {_reason(error)}"
             ) from None
+
+    def _tried(self, messages: Sequence[Message], tools: Tools | None) -> str | None:
+        """Returns the text of messages and tools as they are, None if the template cannot render
+        them."""
+        self._environment.limits.start(TRIED_SECONDS)
+        try:
+            return self._text(messages, tools)
+        except Exception:  # as in `render`
+            return None
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        is_asked: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        given = {"documents": None, **(variables or {})}
+        return self._template.render(
+            self.special_tokens,
+            messages=messages,
+            add_generation_prompt=is_asked,
+            tools=tools,
+            **given,
+        )
 
     def checked_variables(self, variables: Any) -> dict[str, Any]:
         """Returns variables for `render` as plain values of JSON. Raises UserError for names that
@@ -193,8 +212,8 @@ class _Limits(threading.local):
     def __init__(self) -> None:
         self.start()
 
-    def start(self) -> None:
-        self._deadline = time.monotonic() + MAX_SECONDS
+    def start(self, seconds: float | None = None) -> None:
+        self._deadline = time.monotonic() + (MAX_SECONDS if seconds is None else seconds)
         self._left = MAX_TOTAL
 
     def tick(self) -> None:

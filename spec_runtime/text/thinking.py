@@ -1,8 +1,9 @@
-"""Tells a model's thinking, which stands between two tags at the beginning of an answer, from the
-answer itself."""
+"""Tells a model's thinking, which stands between two tags at the beginning of an answer or in
+messages of its own, from the answer itself."""
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from spec_runtime.text.stream import overlap
@@ -15,19 +16,52 @@ class Tags(NamedTuple):
     closing: str
 
 
+# gpt-oss writes several messages; what stands before the final one is not for the user.
+HARMONY = Tags("<|channel|>", "<|channel|>final<|message|>")
 TAGS = (
     Tags("<think>", "</think>"),
     Tags("<seed:think>", "</seed:think>"),
     Tags("[THINK]", "[/THINK]"),  # Magistral
     Tags("<|START_THINKING|>", "<|END_THINKING|>"),  # Command R7B
     Tags("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
+    Tags("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    HARMONY,
 )
+
+
+_MARK = re.compile(r"<[^<>]+>|\[[^][]+\]")
+_AROUND = ("<|start|>", "<|end|>")  # a message of HARMONY
+
+
+def marks_of(tags: Tags | None) -> list[str]:
+    """Returns the names of the control tokens by which the thinking is found."""
+    if tags is None:
+        return []
+    return [*_MARK.findall("".join(tags)), *(_AROUND if tags is HARMONY else ())]
 
 
 def tags_of(chat_template: str) -> Tags | None:
     """Returns the tags of the models of a chat template, which reads them in earlier answers or
     writes them before a new one; None for models that do not think."""
     return next((tags for tags in TAGS if tags.closing in chat_template), None)
+
+
+_SHOWN_HEAD = re.compile(
+    r"(?:to=functions\.|<\|channel\|>\s*(?:final|commentary)\b)"
+    r"(?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>"
+)
+
+
+def end_of_thinking(tags: Tags | None, answer: str, is_begun: bool) -> int | None:
+    """Returns where an answer's thinking and the tag after it end: 0 if the answer has none, None
+    while it has not ended."""
+    if tags is None or not (is_begun or answer.lstrip().startswith(tags.opening)):
+        return 0
+    if tags is HARMONY:
+        found = _SHOWN_HEAD.search(answer)
+        return None if found is None else found.end()
+    before, tag, _ = answer.partition(tags.closing)
+    return len(before) + len(tag) if tag else None
 
 
 class ThinkingReader:
@@ -93,3 +127,79 @@ class ThinkingReader:
             text = text.lstrip()
         self._is_new = self._is_new and not text
         return text
+
+
+class MessageReader:
+    """Splits one answer, as it comes, of a model that writes messages in HARMONY.
+
+    A message is a head, `<|message|>` and a body, and ends with `<|end|>` or where the next begins.
+    Its channel, or the function that it is for, stands in its head. The text is what is for the
+    user, and the calls, with one head for all of them: "<|channel|>commentary to=functions.f
+    <|message|>". All else is thinking. An answer without any head is text.
+
+    Example: "<|channel|>analysis<|message|>Hm.<|end|>" gives ("Hm.", ""), and then
+    "<|start|>assistant<|channel|>final<|message|>Yes" gives ("", "Yes").
+    """
+
+    _HEADS = ("<|start|>", "<|channel|>", "to=")
+    _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+    _END = re.compile("|".join(map(re.escape, _ENDS)))
+    _CALLED = re.compile(r"to=functions\.([\w.-]+)")
+    _SHOWN = re.compile(r"<\|channel\|>\s*(final|commentary)\b")
+    _MAX_HEAD = 300  # characters
+
+    def __init__(self, is_begun: bool = False) -> None:
+        self._held = ""
+        self._in_body, self._is_shown = is_begun, False
+        self._written = [False, False]  # whether thinking, and text, of a message are out
+        self._is_new = True  # nothing of this message is out yet
+
+    def push(self, text: str, is_end: bool = False) -> tuple[str, str]:
+        """Returns the thinking and the text that this text completes, all of it at the end."""
+        self._held += text
+        out = ["", ""]
+        while self._read_body(out, is_end) if self._in_body else self._read_head(out, is_end):
+            pass
+        return out[0], out[1]
+
+    def _read_head(self, out: list[str], is_end: bool) -> bool:
+        """Reads a message's head; returns False while it is not whole."""
+        head, mark, rest = self._held.lstrip().partition("<|message|>")
+        is_head = len(head) <= self._MAX_HEAD and head.startswith(self._HEADS)
+        if mark and is_head:
+            called = self._CALLED.search(head)
+            self._held, self._is_shown = rest, called is not None or bool(self._SHOWN.search(head))
+            if called is not None:
+                out[1] += f"<|channel|>commentary to=functions.{called[1]}<|message|>"
+            self._is_new = called is None
+        elif not is_end and (is_head or any(each.startswith(head) for each in self._HEADS)):
+            return False
+        else:  # no head: its first character is text, and so is what follows
+            out[1] += self._held[:1]
+            self._held = self._held[1:]
+            self._is_shown, self._is_new = True, False
+        self._in_body = True
+        return True
+
+    def _read_body(self, out: list[str], is_end: bool) -> bool:
+        """Hands on what is there of a message's body; returns False if more of it may come."""
+        found = self._END.search(self._held)
+        num_free = len(self._held) if is_end else len(self._held) - overlap(self._held, *self._ENDS)
+        body = self._held[: num_free if found is None else found.start()]
+        self._held = self._held[len(body) :]
+        if body and self._is_new and self._written[self._is_shown]:
+            body = f"\n{body}"
+        out[self._is_shown] += body
+        if body:
+            self._is_new, self._written[self._is_shown] = False, True
+        if found is None:
+            return False
+        if found[0] not in self._HEADS:
+            self._held = self._held.removeprefix(found[0])
+        self._in_body, self._is_new = False, True
+        return bool(self._held)
+
+
+def open_reader(tags: Tags | None, is_begun: bool = False) -> ThinkingReader | MessageReader:
+    """Returns what reads one answer of a model with these tags, see `ThinkingReader`."""
+    return MessageReader(is_begun) if tags is HARMONY else ThinkingReader(tags, is_begun)

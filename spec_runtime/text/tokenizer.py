@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.control_tokens import MARK, ControlTokens
 from spec_runtime.text.messages import require_characters
-from spec_runtime.text.thinking import TAGS
+from spec_runtime.text.thinking import marks_of
 from spec_runtime.waiting.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Tokenizer:
             self.template = _open_template(path, source, self._special_tokens(info))
             # Calls and thinking are found by their marks, which an answer's text therefore shows.
             # Only marks that the template writes are control tokens once they are not special.
-            marks = [mark for mark in (*MARKS, *itertools.chain(*TAGS)) if mark in source]
+            marks = [mark for mark in (*MARKS, *marks_of(self.template.tags)) if mark in source]
             self._tokenizer = tokenizer_file.showing(self._tokenizer, marks)
         self._controls = ControlTokens(self._tokenizer, info.file, source)
 

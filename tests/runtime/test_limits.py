@@ -84,6 +84,26 @@ def test_sound_rows_are_hardly_ever_called_real(heavy: bool) -> None:
     assert false <= 2
 
 
+def test_small_noise_explains_partings_at_gaps_that_no_measured_row_had() -> None:
+    """As at fp16: of 64 rows' gaps hardly one is as small as a move. Before, the limit was 0."""
+    rng = np.random.default_rng(2)
+    partings = false = 0
+    for _ in range(200):
+        gap_RC = np.cumsum(rng.exponential(0.8, (64, 7)), axis=1)
+        move_RC = rng.normal(0, 0.02, gap_RC.shape)
+        rows = [limits.ChainRow(9.0, *each) for each in zip(gap_RC, move_RC, strict=True)]
+        limit = limits.derive(rows, num_tokens=240, num_rows=0).gap
+        assert 0.02 < limit < 0.15
+        gap_T = rng.exponential(0.8, 240)
+        is_parting = rng.normal(0, 0.02, 240) > gap_T
+        partings += int(is_parting.sum())
+        false += int((is_parting & (gap_T > limit)).sum())
+    assert partings > 100, "no test"
+    assert false <= 4
+    tied = [limits.ChainRow(9.0, np.zeros(7), move_C) for move_C in move_RC]
+    assert 0 < limits.derive(tied, 240, 0).gap < 0.3
+
+
 def test_rows_without_noise_allow_nothing() -> None:
     rows = noisy_rows(40, 0.0)
     assert limits.derive(rows, 100, 100) == limits.Limits(0.0, 0.0, 0.0, 0.0)

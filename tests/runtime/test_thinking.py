@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from spec_runtime.cli.options import template_kwargs
 from spec_runtime.requests.answer import AnswerForm, form_of
 from spec_runtime.requests.result import Piece
 from spec_runtime.text.chat_template import ChatTemplate
-from spec_runtime.text.thinking import Tags, ThinkingReader, tags_of
+from spec_runtime.text.thinking import HARMONY, Tags, ThinkingReader, open_reader, tags_of
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")
@@ -35,13 +36,26 @@ R1 = (
     "{{ content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
 EFFORT = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
+# What gpt-oss's template does with messages.
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{{ '<|channel|>final' }}{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if tools %}<|channel|>commentary{% endif %}{% if 0 %}<|channel|>final<|message|>{% endif %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+ANALYSIS, COMMENTARY, FINAL = (
+    f"<|channel|>{each}<|message|>" for each in ("analysis", "commentary", "final")
+)
+CALL = "<|channel|>commentary to=functions.f{}<|message|>{{}}"
 TAGS = Tags("<think>", "</think>")
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 
-def thinking_engine(template: str) -> Engine:
-    added = {"<think>": False, "</think>": False}  # tokens of their own, as Qwen's and DeepSeek's
-    codec = BpeTokenizer(ChatTemplate(template), added)
+def thinking_engine(template: str, *names: str) -> Engine:
+    # tokens of their own, as Qwen's and DeepSeek's
+    codec = BpeTokenizer(
+        ChatTemplate(template), dict.fromkeys(names or ("<think>", "</think>"), False)
+    )
     return make_engine("parallelspec", vocab_size=codec.vocab_size, max_length=600, tokenizer=codec)
 
 
@@ -76,9 +90,53 @@ def test_thinking_is_split_off_however_the_text_comes(
     assert ["".join(each) for each in zip(*pieces, strict=True)] == [thinking, said]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 500])
+@pytest.mark.parametrize(
+    ("text", "thinking", "said"),
+    [
+        (f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}Yes <b>.", "Hm.", "Yes <b>."),
+        (f"{FINAL}Yes.<|return|>", "", "Yes."),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>", "a\nb", ""),
+        (f"{COMMENTARY}First.<|end|><|start|>assistant{FINAL}Then.", "", "First.\nThen."),
+        (f"{ANALYSIS}Hm.<|end|>\n<|start|>assistant{CALL.format('')}<|call|>", "Hm.", CALL),
+        (f"<|start|>assistant{CALL.format(' <|constrain|>json')}<|call|>", "", CALL),
+        ("<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}", "", CALL),
+        (f" to=functions.f{COMMENTARY}{{}}<|call|>", "", CALL),
+        (f"{ANALYSIS}Hm.{FINAL}Yes.", "Hm.", "Yes."),
+        ("<|channel|>analysis to=python<|message|>1 + 1<|call|>", "1 + 1", ""),
+        ("Plain < text <|en.", "", "Plain < text <|en."),
+        ("<|channel|>anal", "", "<|channel|>anal"),
+        (f"{ANALYSIS}Hm. <|en", "Hm. <|en", ""),
+        ("", "", ""),
+    ],
+)
+def test_messages_are_told_apart_however_the_text_comes(
+    text: str, thinking: str, said: str, size: int
+) -> None:
+    reader = open_reader(HARMONY)
+    pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
+    pieces.append(reader.push("", is_end=True))
+    wanted = [thinking, CALL.format("") if said is CALL else said]
+    assert ["".join(each) for each in zip(*pieces, strict=True)] == wanted
+    begun = open_reader(HARMONY, is_begun=True)
+    assert begun.push(f"Hm.<|end|>{FINAL}Yes.", is_end=True) == ("Hm.", "Yes.")
+
+
+def test_an_answer_of_messages_goes_back_without_its_thinking() -> None:
+    """As a session keeps it. The template refuses an answer with marks."""
+    refusing = "{% if '<|channel|>' in m.content %}{{ raise_exception('marks') }}{% endif %}"
+    source = CHANNELS.replace("{{ m.content }}", refusing + "{{ m.content }}")
+    said = f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}Yes."
+    text = ChatTemplate(source).render([*HELLO, {"role": "assistant", "content": said}, *HELLO])
+    assert f"<|start|>assistant{FINAL}Yes.<|end|>" in text
+    assert "Hm." not in text
+
+
 def test_without_tags_all_is_text() -> None:
     assert tags_of("</seed:think>") == Tags("<seed:think>", "</seed:think>")
     assert tags_of("[THINK]{{ part.thinking }}[/THINK]") == Tags("[THINK]", "[/THINK]")
+    assert tags_of("<|channel>thought\n<channel|>") == Tags("<|channel>thought\n", "<channel|>")
+    assert tags_of(CHANNELS) is HARMONY
     assert tags_of("{{ messages }}") is None
     assert ThinkingReader(None).push("<think>a</think>b") == ("", "<think>a</think>b")
 
@@ -114,6 +172,37 @@ def test_an_answer_names_its_parts() -> None:
 
 
 # ---- grammars ----
+
+
+@pytest.mark.parametrize(
+    ("template", "before"),
+    [
+        (CHANNELS, f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}"),
+        (CHANNELS, FINAL),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+            "<|turn>model\n{% endif %}{% if 0 %}<|channel>thought\n<channel|>{% endif %}",
+            "<|channel>thought\nHm.<channel|>",
+        ),
+    ],
+)
+def test_a_grammar_begins_after_messages_of_thinking(template: str, before: str) -> None:
+    names = {f"<{each}>" for each in re.findall(r"<([^<>]+)>", template)}
+    engine = thinking_engine(template, *sorted(names))
+    prompt = engine.encode(HELLO)
+    written = engine.tokenizer.encode(before, special_tokens=False)
+
+    def think(tokens: Any, logits_V: Any) -> Any:
+        if len(tokens) - len(prompt) < len(written):
+            logits_V[written[len(tokens) - len(prompt)]] += 1000
+        return logits_V
+
+    options: dict[str, Any] = {"response_format": FORMAT, "max_new_tokens": 200}
+    result = engine.generate(HELLO, **options, logits_processor=think)
+    assert result.text.startswith(before)
+    assert set(json.loads(result.content)) == {"name"}
+    assert result.reasoning == ("Hm." if "Hm." in before else "")
+    assert result.usage.reasoning_tokens == len(written)
 
 
 @pytest.mark.parametrize("template", [QWEN3, R1])

@@ -123,7 +123,7 @@ GET_WEATHER = {"name": PARIS.name, "parameters": {"type": "object", "properties"
 @pytest.mark.parametrize("text", TRANSCRIPTS)
 def test_every_familys_call_is_read(text: str) -> None:
     """The guide's table: alone, twice and after text, whole and character by character."""
-    assert len(TRANSCRIPTS) == 23
+    assert len(TRANSCRIPTS) == 30
     assert set(re.findall(r'<[|｜][^<>"]+>|\[[A-Z_]+\]', text)) <= MARKS, "may be special tokens"
     offered: list[dict[str, Any]] = [{"function": GET_WEATHER}, {"function": {"name": "get"}}]
     is_marked = not re.match(r"\{|\[\w+\(", text)
@@ -210,6 +210,30 @@ def test_calls_in_python_are_read(arguments: str, expected: dict[str, Any]) -> N
         assert calls[1:] == ([ToolCall("g", '{"x": 1}')] if "g(" in answer else [])
 
 
+QUOTED = '<|"|>it\'s "so, then}"<|"|>'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        (f"a:{QUOTED},b:-0.5", {"a": 'it\'s "so, then}"', "b": -0.5}),
+        (
+            'a:[<|"|>x<|"|>,1,true],b:{c:null,d_e:<|"|>y: z<|"|>}',
+            {"a": ["x", 1, True], "b": {"c": None, "d_e": "y: z"}},
+        ),
+        ('a:<|"|><|"|>, b:plain', {"a": "", "b": "plain"}),
+    ],
+)
+def test_calls_of_gemma_are_read(arguments: str, expected: dict[str, Any]) -> None:
+    answer = f"<|tool_call>call:f{{{arguments}}}<tool_call|><|tool_call>call:g{{x:1}}<tool_call|>"
+    content, calls = parse_calls(answer, "hermes")
+    parts, rest = parts_of(CallReader("hermes"), answer, 1)
+    assert (content, calls) == joined(parts + rest)
+    assert (content, calls[0].name, json.loads(calls[0].arguments_json)) == ("", "f", expected)
+    assert calls[1:] == [ToolCall("g", '{"x": 1}')]
+
+
 @pytest.mark.parametrize("text", ["[f(1)]", "[f](x=1)", "[f(a='b)]", "[f(a=1", "f(a=1)", "[f(a=)]"])
 def test_what_is_no_call_in_python_stays_text(text: str) -> None:
     assert parse_calls(text, "hermes") == (text, [])
@@ -224,7 +248,7 @@ def test_broken_parameters_stay_text() -> None:
     ):
         assert parse_calls(text, "hermes") == (text, [])
     for text, content, arguments in (
-        ("<function=f>no</function>", "no</function>", "{"),
+        ("<function=f><no></function>", "<no></function>", "{"),
         ("<function=f><parameter=a>1</parameter><parameter=b>2</para", "", '{"a": 1'),
     ):
         reader = CallReader("hermes")
@@ -321,6 +345,7 @@ def test_families_are_told_by_their_chat_templates() -> None:
     assert family_of("{{ tools }} [AVAILABLE_TOOLS]") == "mistral"
     assert family_of("{% if builtin_tools or tools %}<|python_tag|>{% endif %}") == "llama3"
     assert family_of("<|tool|>{{ message['tools'] }}<|/tool|>") == "phi"
+    assert family_of("{{ tools }}<|channel|>commentary json<|message|>") == "harmony"
 
 
 TOOLS: list[dict[str, Any]] = [
@@ -442,6 +467,8 @@ def test_arguments_of_a_strict_tool_are_exact_in_free_text() -> None:
         (text,) = transcript.values
         said = f"It is 3.\n{text}\n{text}\nSo be it: get_weather {{3}}"
         assert is_free(said), said
+        if "<function=" in str(text):
+            continue  # what follows the name may be parameters between tags
         for wrong in ('"days": "3"', '"days": 3, "more": 4', '"hours": 3'):
             changed = said.replace('"days": 3', wrong)
             assert is_free(changed) == (changed == said), changed
@@ -581,6 +608,9 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
         '[assistant]<tool_call>[{"name": "get_time", "arguments": {"zone": "UTC"}}]</tool_call>'
         "[user]<tool_response>\n12:30\n</tool_response>"
     )
+    again = template.render([*CHAT, {"role": "tool", "content": "5 C"}])
+    assert again.endswith("\n12:30\n</tool_response>\n<tool_response>\n5 C\n</tool_response>")
+    assert again.count("[user]") == 2, "templates may refuse two in turn"
     assert template.render(CHAT, TOOLS).startswith("[system]You can call functions.")
     assert template.render(CHAT).startswith("[user]What time is it?")
 
@@ -595,6 +625,100 @@ def test_a_template_that_joins_arguments_gets_them_as_text(arguments: Any) -> No
     call = {"type": "function", "function": {"name": "get_time", "arguments": arguments}}
     messages = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert ChatTemplate(source).render(messages) == '[get_time\n{"zone": "UTC"}\n]'
+
+
+CALLED = "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>"
+READS_CONTENT = f"{CALLED}{{% endfor %}}{{{{ m.content }}}};"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (READS_CONTENT, '<get_time {"zone": "UTC"}>;'),  # as GLM-4.6: not "None"
+        ("{% if 'a' in m.content %}{% endif %}" + READS_CONTENT, '<get_time {"zone": "UTC"}>;'),
+        (  # as DeepSeek-R1
+            "{% if m.tool_calls and m.content is none %}" + CALLED + "{% endfor %}{% else %}"
+            "{{ m.content }}{% endif %};",
+            '<get_time {"zone": "UTC"}>;',
+        ),
+        (  # no `+`
+            CALLED.replace("}}>", "}}>").replace(" | tojson", "") + "{% endfor %};",
+            '<get_time {"zone": "UTC"}>;',
+        ),
+    ],
+)
+def test_calls_without_content_are_shown_as_the_template_reads_them(
+    body: str, expected: str
+) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + body + "{% endif %}{% endfor %}"
+    )
+    assert ChatTemplate(source).render(CHAT) == expected
+    said = [{**CHAT[1], "content": "So."}]
+    if "is none" not in source:
+        assert ChatTemplate(source).render(said).startswith('<get_time {"zone": "UTC"}>')
+
+
+def test_a_template_gets_the_description_and_the_name_that_it_needs() -> None:
+    """As Hermes 2 Pro and gpt-oss need the one, and Gemma 4 the other."""
+    source = (
+        "{% for t in tools or [] %}{{ '# ' + t.function.description }}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ '(' + m.name + ')' }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    bare = {"type": "function", "function": {"name": "get_time"}}
+    called = {**CHAT[1], "tool_calls": [{**CHAT[1]["tool_calls"][0], "id": "a1"}]}
+    messages = [CHAT[0], called, {**CHAT[2], "tool_call_id": "a1"}]
+    assert ChatTemplate(source).render(messages, [bare]) == '# {"zone": "UTC"}(get_time)'
+    assert ChatTemplate(source).render(messages, TOOLS).startswith("# Tells the time")
+    shows_all = "{{ tools | tojson }}"
+    assert json.loads(ChatTemplate(shows_all).render(CHAT[:1], [bare])) == [bare]
+
+
+def test_a_template_that_shows_one_call_a_message_gets_them_one_by_one() -> None:
+    """As Llama 3's, which refuses several, and gpt-oss's, which shows the first."""
+    refuses = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+    shows = (
+        "{% for m in messages %}{% if m.tool_calls %}CHECK[{{ m.content or '' }}"
+        "{{ m.tool_calls[0].function.arguments.zone }}{{ m.tool_calls[0].function.arguments.key }}]"
+        "{% elif m.role == 'tool' %}({{ m.content }}){% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    zones = {"a": '{"zone": "UTC"}', "b": '{"zone": "CET"}', "c": '{"zone": "EST"}'}
+    calls = [
+        {"id": each, "type": "function", "function": {"name": "get_time", "arguments": zone}}
+        for each, zone in zones.items()
+    ]
+    results = [{"role": "tool", "tool_call_id": each, "content": each} for each in "bac"]
+    messages = [CHAT[0], {"role": "assistant", "content": "So: ", "tool_calls": calls}, *results]
+    for check in ("", refuses):
+        source = shows.replace("CHECK", check)
+        text = ChatTemplate(source).render([*messages, CHAT[0]])
+        assert text == "What time is it?[So: UTC](a)[CET](b)[EST](c)What time is it?"
+        assert ChatTemplate(source).render(messages[:2]).endswith("[So: UTC][CET][EST]")
+
+
+def test_thinking_before_a_call_is_shown_to_gpt_oss() -> None:
+    source = (
+        "{% for message in messages %}{% if message.tool_calls %}"
+        "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "[{{ message.thinking }}]{{ message.tool_calls[0].function.arguments }}{% endif %}"
+        "{% endfor %}"
+    )
+    thought = {**CHAT[1], "reasoning_content": "Hm."}
+    assert ChatTemplate(source).render([CHAT[0], thought]) == '[Hm.]{"zone": "UTC"}'
+    assert ChatTemplate(source).render([{**thought, "content": "So."}]).startswith("[]")
+
+
+def test_a_template_that_refuses_the_system_gets_tools_in_the_first_message() -> None:
+    """As Gemma 2's does."""
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    text = ChatTemplate(source).render(CHAT, TOOLS)
+    assert text.startswith("[user]What time is it?\n\nYou can call functions.")
 
 
 def test_phi_reads_tools_from_the_system_message() -> None:

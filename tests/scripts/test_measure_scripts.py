@@ -206,7 +206,9 @@ def test_every_context_and_size_of_a_pass_is_measured(tmp_path: Path) -> None:
     assert (first["over_one_node"], first["over_first"], longer["over_one_node"]) == (1, 1, 1)
     assert last["over_one_node"] == pytest.approx(last["ms"]["median"] / longer["ms"]["median"])
     for each in figures["operators"]["fp32"]:
-        assert {"Mod", "others"} <= set(each["ms"])
+        assert each["ms"].pop("others") > -1e-9
+        assert len(each["ms"]) > 0, "which ones take a share worth naming is up to the clock"
+        assert min(each["ms"].values()) > 0
     with pytest.raises(UserError, match="got contexts 100000, expected 1 to "):
         step_costs.main([*map(str, words), "--contexts", "100000"])
 

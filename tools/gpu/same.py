@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import BenchPrompt
+from spec_runtime.proposers.heads import PAIRS
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from tools.gpu import graphs
 from tools.gpu.graphs import BACKEND_FOR, Feeder
@@ -34,7 +35,7 @@ TOLERANCES = {
     "int8": (0.1, 0.15),
     "int4": (0.1, 0.15),
 }
-SCORES = ("logits", "guess_log_probs", TOP_LOGITS)
+SCORES = ("logits", "guess_log_probs", PAIRS, TOP_LOGITS)
 BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
 
 # How texts are decoded to be compared: greedy, and drawn with a seed.
@@ -103,7 +104,10 @@ def _compare_graph(
         for pair in zip(*kept, strict=True):
             errors["hidden"] += graphs.row_errors(*pair)
         for name in outputs:
-            if name in BEST:
+            if name == PAIRS:
+                for pair in _pair_rows(got, expected):
+                    errors["scores"] += graphs.row_errors(*pair)
+            elif name in BEST:
                 pairs = (x.reshape(len(x), -1)[:, 0] for x in (got[name], expected[name]))
                 same += np.equal(*pairs).tolist()
             else:
@@ -112,6 +116,25 @@ def _compare_graph(
             if name == "logits":
                 same += (got[name].argmax(-1) == expected[name].argmax(-1)).tolist()
     return _judge_rows(errors, same, target.precision)
+
+
+def _pair_rows(
+    got: dict[str, np.ndarray], expected: dict[str, np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields what two runs give for each guess after each other one that both of them name.
+
+    Guesses stand in the order of their scores, in which rounding swaps near ties, so that entry
+    [k, p, c] of `pair_log_probs` need not be about the same two tokens in both.
+    """
+    num_levels = min(len(got[PAIRS]), len(got["guess_ids"]) - 1)  # fewer if fed too few rows
+    for k in range(num_levels):
+        both = (
+            np.intersect1d(got["guess_ids"][i], expected["guess_ids"][i], return_indices=True)[1:]
+            for i in (k, k + 1)
+        )
+        places, others = (np.ix_(*each) for each in zip(*both, strict=True))
+        if places[0].size and places[1].size:
+            yield got[PAIRS][k][places], expected[PAIRS][k][others]
 
 
 def _judge_rows(errors: dict[str, list[float]], same: list[bool], precision: str) -> TableRow:

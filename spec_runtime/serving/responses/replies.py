@@ -15,6 +15,7 @@ from spec_runtime.requests.call_reader import Part
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.replies import ShownTokens, TokenTexts, whole_chunk
 from spec_runtime.serving.streams import typed_event_of
+from spec_runtime.text.thinking import end_of_thinking
 
 Object = dict[str, Any]
 Shown = list[tuple[TokenLogprob, int]]
@@ -241,11 +242,10 @@ class _Item:
 def _begin_of_text(form: AnswerForm, answer: str) -> int:
     """Returns where an answer's text begins, after the thinking and the white space around it: past
     the end of the answer while it is still thinking."""
-    tags = form.tags
-    if tags is None or not (form.is_begun or answer.lstrip().startswith(tags.opening)):
-        return 0
-    _, tag, text = answer.partition(tags.closing)
-    return len(answer) - len(text.lstrip()) if tag else len(answer) + 1
+    end = end_of_thinking(form.tags, answer, form.is_begun)
+    if not end:
+        return 0 if end == 0 else len(answer) + 1
+    return len(answer) - len(answer[end:].lstrip())
 
 
 def _usage(result: GenerationResult) -> Object:
