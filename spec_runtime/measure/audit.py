@@ -10,9 +10,9 @@ Nothing here trusts the acceptance code:
 3. Where the two texts part, a one-row replay of the common prefix gives the gap between the two
    tokens. It is a *near tie* up to 1e-4 of the row's range, which fp32's noise can decide. At
    reduced precisions it is *rounding* up to a limit that is measured for this model and precision
-   (limits.py), and *real* above. On the demo target, 60 prompts, the limit is about 1.7 logits at
-   int8 and 2.3 at int4; one global maximum gave 2.87 and 4.39. At fp32 all beyond a near tie is
-   real.
+   (limits.py), and *real* above. On the demo target, 60 prompts, the limit is about 1.6 logits at
+   int8 and 2.4 at int4, where the largest deviation of any logit is 3.8 and 6.1. At fp32 all
+   beyond a near tie is real.
 
 A sound audit is expected to call 0.01 divergences and 0.01 rows real by mistake; the figures say
 how many exactly. With a temperature the gap is that of log p + Gumbel noise (sampling.py), in the

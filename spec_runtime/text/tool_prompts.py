@@ -29,7 +29,7 @@ _THINKING = re.compile(r"message(?:\.|\[['\"])thinking\b")
 # A conversation and a tool by which a template shows what it can read. Mistral's templates want ids
 # of nine characters.
 _ASKED = {"role": "user", "content": "a"}
-_ARGUMENTS = {"key": "value"}
+_ARGUMENTS = {"key": "qz7"}  # no word of a template's own
 _MORE: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -108,12 +108,12 @@ class ToolPrompter:
         shown = {
             form: text.count("None")
             for form, text in zip(forms, texts, strict=True)
-            if text is not None and "value" in text and str(_ARGUMENTS) not in text
+            if text is not None and "qz7" in text and str(_ARGUMENTS) not in text
         }
         least = min(shown.values(), default=0)
         content, objects = next((form for form, n in shown.items() if n == least), forms[0])
-        two = self._render([_ASKED, *_called(content, objects, "value", "2nd")], [_tool(**_MORE)])
-        several = not shown or "2nd" in (two or "")
+        two = self._render([_ASKED, *_called(content, objects, "qz7", "qz8")], [_tool(**_MORE)])
+        several = not shown or "qz8" in (two or "")
         whole, bare = (self._render([_ASKED], [each]) for each in (_tool(**_MORE), _tool()))
         system = {"role": "system", "content": "c"}
         alone, told = (self._render(each, None) for each in ([_ASKED], [system, _ASKED]))
