@@ -15,7 +15,7 @@ class ThinkingTokens(NamedTuple):
     its thinking. One of `blanks` may follow the closing ones."""
 
     opening: int | None
-    closing: Sequence[int]
+    closing: list[int]
     blanks: Sequence[int]
 
 
@@ -77,13 +77,15 @@ class ThinkingMatcher:
     @property
     def _is_thinking(self) -> bool:
         """Says whether the closing token has still to come."""
-        if self._num_inside or self._is_closed(self._before) or self._is_closed(self._before[:-1]):
+        if self._num_inside or self._is_closed(0) or self._is_closed(1):
             return False
         return bool(self._before) or self._tokens.opening is None
 
-    def _is_closed(self, before: list[int]) -> bool:
-        closing = self._tokens.closing
-        return before[-len(closing) :] == [*closing]
+    def _is_closed(self, num_after: int) -> bool:
+        """Says whether the last tokens but this many are the closing ones."""
+        end = len(self._before) - num_after
+        begin = end - len(self._tokens.closing)
+        return begin >= 0 and self._before[begin:end] == self._tokens.closing
 
     @property
     def _extra(self) -> Sequence[int]:
@@ -93,4 +95,4 @@ class ThinkingMatcher:
             return ()
         if not self._before:
             return () if self._tokens.opening is None else (self._tokens.opening,)
-        return self._tokens.blanks if self._is_closed(self._before) else ()
+        return self._tokens.blanks if self._is_closed(0) else ()

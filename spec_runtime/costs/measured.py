@@ -117,8 +117,8 @@ def _passes(
             end = time.perf_counter()
             taken.setdefault((n, each), []).append(end - begin)
         settings = [*taken]
-        taken_by_a_round = end - begin_of_round
-        if turn + 1 >= least and end + taken_by_a_round - start > seconds:
+        seconds_of_round = end - begin_of_round
+        if turn + 1 >= least and end - start + seconds_of_round > seconds:
             break
     # what else runs on the machine only adds to a time
     ms = {each: round(1000 * float(np.quantile(t, 0.25)), 4) for each, t in taken.items()}

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from spec_runtime.measure.prompts import BenchPrompt
 
 SAMPLED_ROWS = 16  # rows of each answer that are compared with those of plain decoding
-CHAIN_ROWS = 16  # rows at each answer's end that are computed again, as a path of one tree
+CHAIN_ROWS = 16  # rows at each answer's end that are compared with those of a path of a tree
 CLASSES = ("near tie", "rounding", "real")
 
 
@@ -114,8 +114,8 @@ class Answer:
 class AuditReport:
     """Holds what was found.
 
-    ``rows`` compare trees with plain decoding, ``chain_rows`` a path of rows in one tree
-    with the same rows one by one. ``skipped`` has the prompts that did not fit. The last three
+    ``rows`` compare trees with plain decoding, ``chain_rows`` paths through trees with the same
+    rows one by one. ``skipped`` has the prompts that did not fit. The last three
     fields are counts and seconds of strict decoding.
     """
 
@@ -393,12 +393,15 @@ def _chain_rows(
         return []
     context = [*prompt_ids, *answer]
     first = len(context) - max(1, len(answer) // n) * n  # whole trees, of the last rows at least
+    rows: list[ChainRow] = []
     with target.alone():
         target.prefill(context[:first])
         for begin in range(first, len(context), n):
             tree, path = _comb(context[begin : begin + n], target.vocab_size)
             verified = target.verify(tree)
-            rows = [limits.chain_row(row_NV[i], verified.row(node)) for i, node in enumerate(path)]
+            if begin + n == len(context):
+                pairs = zip(row_NV, path, strict=True)
+                rows = [limits.chain_row(row_V, verified.row(node)) for row_V, node in pairs]
             target.commit(path)
     return rows
 

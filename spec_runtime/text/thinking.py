@@ -47,7 +47,7 @@ def tags_of(chat_template: str) -> Tags | None:
 
 
 _SHOWN_HEAD = re.compile(
-    r"(?:to=functions\.|<\|channel\|>\s*(?:final|commentary)\b)"
+    r"(?:to=functions\.[\w.-]|<\|channel\|>\s*(?:final|commentary)\b)"
     r"(?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>"
 )
 
@@ -145,7 +145,6 @@ class MessageReader:
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
     _END = re.compile("|".join(map(re.escape, _ENDS)))
     _CALLED = re.compile(r"to=functions\.([\w.-]+)")
-    _SHOWN = re.compile(r"<\|channel\|>\s*(final|commentary)\b")
     _MAX_HEAD = 300  # characters
 
     def __init__(self, is_begun: bool = False) -> None:
@@ -168,7 +167,7 @@ class MessageReader:
         is_head = len(head) <= self._MAX_HEAD and head.startswith(self._HEADS)
         if mark and is_head:
             called = self._CALLED.search(head)
-            self._held, self._is_shown = rest, called is not None or bool(self._SHOWN.search(head))
+            self._held, self._is_shown = rest, _SHOWN_HEAD.search(head + mark) is not None
             if called is not None:
                 out[1] += f"<|channel|>commentary to=functions.{called[1]}<|message|>"
             self._is_new = called is None

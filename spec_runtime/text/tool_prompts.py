@@ -29,7 +29,7 @@ _THINKING = re.compile(r"message(?:\.|\[['\"])thinking\b")
 # A conversation and a tool by which a template shows what it can read. Mistral's templates want ids
 # of nine characters.
 _ASKED = {"role": "user", "content": "a"}
-_ARGUMENTS = {"key": "qz7"}  # no word of a template's own
+_VALUES = ("qz7", "qz8")  # no words of a template's own
 _MORE: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -103,17 +103,18 @@ class ToolPrompter:
     def habits(self) -> Habits:
         """Returns what the template can read, everything where it fails in any case."""
         forms = list(itertools.product((True, False), (True, False)))
-        texts = [self._render([_ASKED, *_called(*form)], [_tool(**_MORE)]) for form in forms]
-        # One that says what the arguments do not, or no value of them, was written for others.
+        one, other = _VALUES
+        texts = [self._render([_ASKED, *_called(*form, one)], [_tool(**_MORE)]) for form in forms]
+        # One that does not show the arguments, or as Python prints them, was written for others.
         shown = {
             form: text.count("None")
             for form, text in zip(forms, texts, strict=True)
-            if text is not None and "qz7" in text and str(_ARGUMENTS) not in text
+            if text is not None and one in text and str({"key": one}) not in text
         }
         least = min(shown.values(), default=0)
         content, objects = next((form for form, n in shown.items() if n == least), forms[0])
-        two = self._render([_ASKED, *_called(content, objects, "qz7", "qz8")], [_tool(**_MORE)])
-        several = not shown or "qz8" in (two or "")
+        both = self._render([_ASKED, *_called(content, objects, *_VALUES)], [_tool(**_MORE)])
+        several = not shown or other in (both or "")
         whole, bare = (self._render([_ASKED], [each]) for each in (_tool(**_MORE), _tool()))
         system = {"role": "system", "content": "c"}
         alone, told = (self._render(each, None) for each in ([_ASKED], [system, _ASKED]))
@@ -152,7 +153,7 @@ def _tool(name: str = "f", **more: Any) -> dict[str, Any]:
 
 def _called(no_content: bool, objects: bool, *values: str) -> list[Message]:
     """Returns calls with these values in their arguments, and the results."""
-    arguments = [{"key": value} for value in values or _ARGUMENTS.values()]
+    arguments = [{"key": value} for value in values]
     calls = [
         {"id": f"abcdefgh{i}", **_tool(arguments=each if objects else json.dumps(each))}
         for i, each in enumerate(arguments)
