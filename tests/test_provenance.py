@@ -63,6 +63,25 @@ def test_figures_of_engines_do_not_age_with_the_server() -> None:
     assert of_engines < of_servers
 
 
+def test_a_commit_that_was_amended_is_not_in_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.invalid", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    amended = git("rev-parse", "HEAD")
+    git("commit", "-q", "--allow-empty", "--amend", "-m", "second")
+    monkeypatch.setattr(ages, "ROOT", tmp_path)
+    assert ages.commits_since(amended, "tests") is None
+    assert ages.commits_since(git("rev-parse", "HEAD"), "tests") == 0
+
+
 def test_what_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abc"))

@@ -16,11 +16,15 @@ def commits_since(commit: str, name: str) -> int | None:
     """Counts the commits since then that changed what the figures `name` are about.
 
     That is both packages, but the server only where they were measured through it. Returns None
-    where Git does not know the commit.
+    where the commit is not in the history: an object that an amended commit left behind is known
+    to one checkout and to no clone of it.
     """
+    ancestor = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    if subprocess.run(ancestor, cwd=ROOT, capture_output=True, check=False).returncode:
+        return None
     paths = ["spec_runtime", "spec_export"]
     if not name.startswith(OF_SERVERS):
         paths.append(f":(exclude){SERVER}")
     command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else None
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(done.stdout)
