@@ -14,6 +14,7 @@ from spec_runtime.errors import (
     UserError,
 )
 from spec_runtime.load import load
+from spec_runtime.requests.call_reader import Part
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult, Piece, Usage
 from spec_runtime.sampling import SamplingParams, TokenLogprob
@@ -35,6 +36,7 @@ __all__ = [
     "ContextLengthError",
     "Engine",
     "GenerationResult",
+    "Part",
     "Piece",
     "QueueFull",
     "SamplingParams",

@@ -396,8 +396,7 @@ class Engine:
     ) -> Generator[Chunk, None, GenerationResult]:
         """Yields the chunks of a prepared call, see `chunks`; with a gate, see `steps_of`, empty
         ones before each pass."""
-        has_logprobs = call.params.logprobs is not None
-        return read_chunks(self.steps_of(call, gate), call.text, has_logprobs)
+        return read_chunks(self.steps_of(call, gate), call)
 
     def steps_of(self, call: Call, gate: Gate | None = None) -> Steps:
         """Yields the steps of a prepared call, see `steps`; their text comes from `call.text`.

@@ -17,7 +17,7 @@ import typer
 
 from spec_runtime.cli import line_input, messages, options
 from spec_runtime.cli.flags import whole, with_flags
-from spec_runtime.cli.terminal import Console, print_chunk, streamed, visible
+from spec_runtime.cli.terminal import AnswerPrinter, streamed, visible
 from spec_runtime.errors import ContextLengthError, UserError
 
 if TYPE_CHECKING:
@@ -214,15 +214,15 @@ class Chat:
             cancel=self._is_stopped,
             **self._settings,
         )
-        coloured = Console() if self.is_coloured else None
+        printer = AnswerPrinter(self.is_coloured)
         result = None
         with closing(chunks):
             for chunk in chunks:
-                print_chunk(chunk, coloured)
+                printer.print(chunk)
                 result = chunk.result
         assert result is not None, "no last chunk"
         is_cut = result.finish_reason == "cancelled"
-        print(" …" if is_cut else "", flush=True)
+        printer.end(" …" if is_cut else "")
         if is_cut and not result.text:
             _note("stopped before the first word: the message is forgotten")
             return

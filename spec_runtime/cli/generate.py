@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +10,12 @@ import typer
 from spec_runtime.cli import answer_format, options
 from spec_runtime.cli import messages as message_files
 from spec_runtime.cli.flags import whole, with_flags
-from spec_runtime.cli.terminal import Console, print_chunk, streamed
+from spec_runtime.cli.terminal import AnswerPrinter, streamed
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 
 if TYPE_CHECKING:
-    from spec_runtime import Chunk, Engine, GenerationResult
+    from spec_runtime import Engine, GenerationResult
     from spec_runtime.sampling import SamplingOptions
 
 
@@ -82,32 +80,12 @@ def command(
     if as_json:
         print(json.dumps(report(engine.generate(prompt_ids, **settings))))
         return
-    coloured = Console() if show_accepted else None
-    chunks: Iterable[Chunk] = engine.chunks(prompt_ids, **settings)
-    if wanted is not None:
-        chunks = _without_thinking(engine, prompt_ids, chunks)
-    for chunk in chunks:
-        print_chunk(chunk, coloured)
-    print(flush=True)
+    printer = AnswerPrinter(show_accepted)
+    for chunk in engine.chunks(prompt_ids, **settings):
+        printer.print(chunk)
+    printer.end()
     assert engine.last_result is not None
     print(options.summary_line(engine.last_result, loading), file=sys.stderr)
-
-
-def _without_thinking(
-    engine: "Engine", prompt: list[int], chunks: "Iterable[Chunk]"
-) -> "Iterator[Chunk]":
-    """Yields the chunks of an answer without the model's thinking, which fits no grammar."""
-    from spec_runtime.requests.answer import form_of
-    from spec_runtime.requests.result import Piece
-    from spec_runtime.text.thinking import open_reader
-
-    form = form_of(engine.tokenizer, prompt)
-    reader = open_reader(form.tags, form.is_begun)
-    for chunk in chunks:
-        pieces = [Piece(reader.push(each.text)[1], each.depth) for each in chunk.pieces]
-        if chunk.result is not None:
-            pieces.append(Piece(reader.push("", is_end=True)[1], 0))
-        yield replace(chunk, pieces=tuple(pieces), text="".join(each.text for each in pieces))
 
 
 def _require_traceable(trace: Path, show_accepted: bool, fused: bool | None) -> None:

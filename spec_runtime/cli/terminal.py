@@ -5,7 +5,7 @@ have put anything into them.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.console
 from rich import box
@@ -34,13 +34,13 @@ def visible(data: object) -> str:
     return str(data).translate(_ESCAPES)
 
 
-def streamed(text: str) -> str:
-    """Returns a piece of generated text as it is to be printed.
+def streamed(text: str, to: TextIO | None = None) -> str:
+    """Returns a piece of generated text as it is to be printed on `to`, standard output if None.
 
     A terminal gets control characters as visible escapes, except for line ends and tabs; a file or
     a pipe gets the text unchanged.
     """
-    return text.translate(_ESCAPES_OF_TEXT) if sys.stdout.isatty() else text
+    return text.translate(_ESCAPES_OF_TEXT) if (to or sys.stdout).isatty() else text
 
 
 class Console(rich.console.Console):
@@ -65,11 +65,38 @@ class Console(rich.console.Console):
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta")
 
 
-def print_chunk(chunk: "Chunk", coloured: Console | None = None) -> None:
-    """Prints the text of a chunk as it comes; on `coloured`, each token in its depth's colour."""
-    if coloured is None:
-        print(streamed(chunk.text), end="", flush=True)
-        return
-    for piece in chunk.pieces:
-        style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
-        coloured.print(streamed(piece.text), end="", style=style, soft_wrap=True)
+class AnswerPrinter:
+    """Prints one answer as it comes: its text on standard output, and the model's thinking before
+    it on standard error, dim on a terminal.
+
+    If it `is_coloured`, all that the model writes goes to standard output, the marks of its
+    thinking too, each token in its depth's colour.
+    """
+
+    def __init__(self, is_coloured: bool = False) -> None:
+        self._is_coloured = is_coloured
+        self._is_thinking = False  # it was printed last
+
+    def print(self, chunk: "Chunk") -> None:
+        """Prints what a chunk adds to the answer."""
+        if self._is_coloured:
+            coloured = Console()
+            for piece in chunk.pieces:
+                style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
+                coloured.print(streamed(piece.text), end="", style=style, soft_wrap=True)
+            return
+        for part in chunk.parts:
+            if part.kind == "thinking":
+                text = streamed(part.text, sys.stderr)
+                Console(stderr=True).print(text, end="", style="dim", soft_wrap=True)
+            else:
+                if self._is_thinking:
+                    print("\n", file=sys.stderr, flush=True)
+                print(streamed(part.text), end="", flush=True)
+            self._is_thinking = part.kind == "thinking"
+
+    def end(self, mark: str = "") -> None:
+        """Ends the answer's last line, on whose end a mark may stand."""
+        if self._is_thinking:
+            print(file=sys.stderr, flush=True)
+        print(mark, flush=True)

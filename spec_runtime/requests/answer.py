@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,9 +67,6 @@ class AnswerForm:
         return ThinkingMatcher(matcher, self.tokens, eos, num_logits)
 
 
-GetForm = Callable[[], AnswerForm]  # of answers on their way
-
-
 class AnswerReader:
     """Reads one answer as it comes, see `AnswerForm`."""
 
@@ -78,11 +75,6 @@ class AnswerReader:
         self._calls: CallReader | None = None
         if form.tools:
             self._calls = CallReader(form.family, form.tools, form.at_most, streams)
-
-    @property
-    def is_cut(self) -> bool:
-        """Says whether the answer ends within the arguments of a call, or these are no JSON."""
-        return self._calls is not None and self._calls.is_cut
 
     def push(self, text: str, is_end: bool = False) -> list[Part]:
         """Returns the parts that this text completes; at the end, also what was held back."""

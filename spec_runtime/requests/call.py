@@ -114,29 +114,32 @@ def read_texts(steps: Steps, text: TextStream) -> Generator[str, None, Generatio
     return run.result
 
 
-def read_chunks(
-    steps: Steps, text: TextStream, has_logprobs: bool
-) -> Generator[Chunk, None, GenerationResult]:
+def read_chunks(steps: Steps, call: Call) -> Generator[Chunk, None, GenerationResult]:
     """Yields a chunk a step, and a last one with the result, which is returned, too."""
+    text, reader = call.text, call.form.reader()
     depths: list[int] = []  # of all tokens so far
+    has_logprobs = call.params.logprobs is not None
     none = () if has_logprobs else None
     run = Run(steps)
     with closing(steps):
         for step in run:
             depths += step.depths
             pieces = _pieces(text, depths)
+            released = "".join(piece.text for piece in pieces)
             yield Chunk(
-                text="".join(piece.text for piece in pieces),
+                text=released,
                 token_ids=tuple(step.tokens),
                 logprobs=tuple(step.logprobs) if has_logprobs else None,
                 depths=tuple(step.depths),
                 pieces=pieces,
                 num_drafted=step.num_drafted,
                 text_ends=tuple(text.ends[len(depths) - len(step.tokens) : len(depths)]),
+                parts=tuple(reader.push(released)),
             )
         pieces = _pieces(text, depths)
         rest = "".join(piece.text for piece in pieces)
-        yield Chunk(text=rest, logprobs=none, pieces=pieces, result=run.result)
+        parts = tuple(reader.push(rest, is_end=True))
+        yield Chunk(text=rest, logprobs=none, pieces=pieces, result=run.result, parts=parts)
     return run.result
 
 

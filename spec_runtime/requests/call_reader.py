@@ -91,13 +91,14 @@ def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[To
 
 def joined(parts: list[Part]) -> tuple[str, list[ToolCall]]:
     """Returns the text and the calls that these parts make up."""
-    calls: list[ToolCall] = []
+    calls: list[tuple[str, list[str]]] = []  # names, and the pieces of their arguments
     for part in parts:
         if part.kind == "call":
-            calls.append(ToolCall(part.text, ""))
+            calls.append((part.text, []))
         elif part.kind == "arguments":
-            calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments_json + part.text)
-    return "".join(part.text for part in parts if part.kind == "text"), calls
+            calls[-1][1].append(part.text)
+    text = "".join(part.text for part in parts if part.kind == "text")
+    return text, [ToolCall(name, "".join(pieces)) for name, pieces in calls]
 
 
 class CallReader:
@@ -105,8 +106,8 @@ class CallReader:
 
     `push` returns the parts that a piece of the answer completes. Where it `streams`, arguments
     come out as they are written, as soon as the name of a tool and the beginning of its arguments
-    are there; what is no JSON after that is given out all the same, and `is_cut` says so. Otherwise
-    a call comes out once its arguments are whole, and what is no whole call stays text.
+    are there; what is no JSON after that is given out all the same. Otherwise a call comes out once
+    its arguments are whole, and what is no whole call stays text.
 
     Example: "Let me", " see. <tool", '_call>{"name": "now", "arguments": {', "}}</tool_call>" give
     the texts "Let me" and " see.", the call "now", and the arguments "{" and "}".
@@ -120,7 +121,6 @@ class CallReader:
         streams: bool = True,
     ) -> None:
         require_family(family)
-        self.is_cut = False  # whether the last call's arguments are no whole JSON object
         self._is_named = family == "mistral"  # whose calls may be names before their arguments
         self._schemas: dict[str, Any] | None = None  # of the tools' parameters
         if tools is not None:
@@ -220,21 +220,20 @@ class CallReader:
                     return False
                 self._at = len(self._text)
                 self._sent = self._at if is_out else self._sent
-            self.is_cut, self._step = is_out, self._read_text
+            self._step = self._read_text
             return True
         if head.name is None:
             call = _call(_parsed(arguments))
         else:
             is_object = isinstance(_parsed(arguments), dict)
             call = ToolCall(head.name, arguments) if is_object else None
-        if is_out:
-            self.is_cut = call is None
-        elif call is None or not self._is_known(call.name):
-            self._step = self._read_text
-            return True
-        elif self._is_wanted:
-            self._give("call", call.name)
-            self._give("arguments", call.arguments_json)
+        if not is_out:
+            if call is None or not self._is_known(call.name):
+                self._step = self._read_text
+                return True
+            if self._is_wanted:
+                self._give("call", call.name)
+                self._give("arguments", call.arguments_json)
         self._num_calls += 1
         self._sent, self._follows_call, self._step = self._at, True, self._read_between
         return True

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from spec_runtime.constraints.tools import ToolCall
 from spec_runtime.requests.answer import Answer, AnswerForm
+from spec_runtime.requests.call_reader import Part
 from spec_runtime.sampling import TokenLogprob
 from spec_runtime.stats import Stats
 
@@ -108,8 +109,10 @@ class Chunk:
 
     `text` may lag behind the tokens: a character whose last byte is missing, and what may be the
     beginning of a stop string, come with a later chunk. The texts of `pieces` joined are `text`;
-    each has the depth of the token that completed it. The last chunk has no tokens but what was
-    held back of the text, and is the only one with a `result`.
+    each has the depth of the token that completed it. `parts` tell thinking, the answer itself, and
+    the calls of tools in it apart, see Part; they may lag behind the text, since what may be the
+    beginning of a mark waits for the rest of it. The last chunk has no tokens but what was held
+    back, and is the only one with a `result`.
     """
 
     text: str
@@ -120,3 +123,4 @@ class Chunk:
     num_drafted: int = 0
     result: GenerationResult | None = None
     text_ends: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()

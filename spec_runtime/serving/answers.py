@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from spec_runtime import Chunk, GenerationResult
 from spec_runtime.lanes.answering import Observe
+from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.errors import as_api_error, stopped, timed_out
 from spec_runtime.serving.metrics import Metrics
@@ -24,9 +25,10 @@ class Answers:
 
     `results` holds what has been answered, in the order of the choices. `prompt_tokens` counts the
     tokens of the prompts, which have equally many calls one after the other; it is 0 until these
-    are prepared. Iterating raises ApiError for whatever goes wrong, also when `timeout` seconds are
-    over, the wait included. `close` has to be called in the end. Raises QueueFull if there is no
-    place at the engine, or too many streams are open.
+    are prepared, and then `form` is that of the first answer. Iterating raises ApiError for
+    whatever goes wrong, also when `timeout` seconds are over, the wait included. `close` has to be
+    called in the end. Raises QueueFull if there is no place at the engine, or too many streams are
+    open.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Answers:
         num_prompts: int = 1,
     ) -> None:
         self.prompt_tokens = 0
+        self.form = AnswerForm()
         self._prepare, self._num_prompts = prepare, num_prompts
         self._results: dict[int, GenerationResult] = {}
         self._texts: dict[int, str] | None = None if is_stream else {}  # so far, of each choice
@@ -68,6 +71,7 @@ class Answers:
         calls = self._prepare()
         each_prompt = calls[:: max(1, len(calls) // self._num_prompts)]
         self.prompt_tokens = sum(len(call.prompt) for call in each_prompt)
+        self.form = calls[0].form if calls else self.form
         return calls
 
     async def collect(self) -> list[GenerationResult]:

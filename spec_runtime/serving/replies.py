@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_runtime import Chunk, GenerationResult, TokenLogprob
+from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
+from spec_runtime.requests.call_reader import joined
 from spec_runtime.text.stream import REPLACEMENT, TextStream
 from spec_runtime.text.tokenizer import Codec
 
@@ -76,12 +77,14 @@ class ShownTokens:
 
 
 def whole_chunk(result: GenerationResult) -> Chunk:
-    """Returns a whole answer as one chunk."""
+    """Returns a whole answer as one chunk, of whose calls none is cut."""
+    parts = result.form.reader(streams=False).push(result.text, is_end=True)
     return Chunk(
         text=result.text,
         logprobs=None if result.logprobs is None else tuple(result.logprobs),
         text_ends=tuple(result.text_ends),
         result=result,
+        parts=tuple(parts),
     )
 
 
@@ -172,6 +175,25 @@ def _finite(logprob: float) -> float:
 def finish_reason(result: GenerationResult) -> str:
     """Returns OpenAI's word for how an answer ended."""
     return "length" if result.finish_reason == "length" else "stop"
+
+
+class ShownCalls:
+    """Holds the calls that a stream has shown so far; `num` counts them."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._parts: list[Part] = []
+
+    def add(self, part: Part) -> None:
+        """Adds a part of an answer, if it is of a call."""
+        self.num += part.kind == "call"
+        if part.kind in ("call", "arguments"):
+            self._parts.append(part)
+
+    def are_whole(self, result: GenerationResult) -> bool:
+        """Says whether there are some, and all of them whole: what is cut, or has arguments that
+        are no JSON, is no call of the result."""
+        return self.num > 0 and joined(self._parts)[1] == result.tool_calls
 
 
 class Heading:

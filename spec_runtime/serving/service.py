@@ -22,7 +22,6 @@ from spec_runtime.lanes.answering import (
     undrafted,
 )
 from spec_runtime.lanes.batch import Batch
-from spec_runtime.requests.answer import AnswerForm, GetForm, form_of
 from spec_runtime.requests.call import Call
 from spec_runtime.sampling import LogitsProcessor
 from spec_runtime.serving.answers import Answers
@@ -93,22 +92,13 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
-        texts = self._texts(body)
-
-        def make_reply(get_form: GetForm) -> Reply:
-            writer = ChatWriter(self.settings.name, texts, get_form)
-            return ChoicesReply(writer, body.stream_options)
-
-        return await self._chat(body, request, make_reply)
+        writer = ChatWriter(self.settings.name, self._texts(body))
+        return await self._chat(body, request, ChoicesReply(writer, body.stream_options))
 
     async def messages(self, body: MessagesRequest, request: Request) -> Response:
         """Answers /v1/messages, as the chat that says the same."""
-
-        def make_reply(get_form: GetForm) -> Reply:
-            return MessageReply(self.settings.name, get_form, body.thinks)
-
-        chat = body.as_chat()
-        return await self._chat(chat, request, make_reply, body.is_begun, thinks=body.thinks)
+        reply, thinks = MessageReply(self.settings.name, body.thinks), body.thinks
+        return await self._chat(body.as_chat(), request, reply, body.is_begun, thinks=thinks)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answers /v1/responses, as the chat that says the same after what is kept."""
@@ -117,16 +107,13 @@ class Service:
             before = self.kept.get(previous, "previous_response_id")
         body = body.with_items(self.kept.item)
         chat = body.as_chat(() if before is None else before.items)
-        texts = self._texts(chat)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
                 self.kept.keep(response, before, body.items)
 
-        def make_reply(get_form: GetForm) -> Reply:
-            return ResponseReply(self.settings.name, body.repeated(), texts, get_form, keep)
-
-        return await self._chat(chat, request, make_reply, field="input")
+        reply = ResponseReply(self.settings.name, body.repeated(), self._texts(chat), keep)
+        return await self._chat(chat, request, reply, field="input")
 
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
         """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
@@ -170,26 +157,23 @@ class Service:
         self,
         body: ChatRequest,
         request: Request,
-        make_reply: Callable[[GetForm], Reply],
+        reply: Reply,
         is_begun: bool = False,
         field: str = "messages",
         thinks: bool | None = None,
     ) -> Response:
         """Answers a chat, whose last message is the beginning of the answer if it `is_begun`.
-        `make_reply` gets what says how answers are read, once there are some. `field` is the
-        request's that holds the messages. `thinks` says whether the model is to think, None leaves
-        that to the request's further fields."""
+        `field` is the request's that holds the messages. `thinks` says whether the model is to
+        think, None leaves that to the request's further fields."""
         self._require_few(body.num_choices)
         codec, tools = self.engine.tokenizer, body.usable_tools
         family = "" if codec.template is None else codec.template.tool_family
-        forms: list[AnswerForm] = []  # `prepare` fills it
 
         def prepare() -> list[Call]:
             template_kwargs = body.template_kwargs(codec.template, thinks)
             ids = self.encode_messages(body.messages, tools, is_begun, template_kwargs, field)
             prompt = self._encoded(ids, field)
             at_most = 1 if body.parallel_tool_calls is False else None
-            forms.append(replace(form_of(codec, prompt, tools), at_most=at_most))
             options = body.options(self.engine.target.max_length - len(prompt))
             if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
@@ -197,9 +181,11 @@ class Service:
                 options["response_format"] = answer_or_call(body.response_format, tools, family)
             elif tools and not (body.min_tokens or options.get("ignore_eos")):
                 options["response_format"] = strict_calls(tools)
-            return self._calls(prompt, SamplingParams(**options), body)
+            calls = self._calls(prompt, SamplingParams(**options), body)
+            for call in calls:
+                call.form = replace(call.form, tools=tools, at_most=at_most)
+            return calls
 
-        reply = make_reply(lambda: forms[0])
         observe = self._with(body.drafter)
         return await self._answer(request, prepare, reply, bool(body.stream), observe=observe)
 

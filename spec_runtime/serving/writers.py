@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol
 
-from spec_runtime import Chunk, GenerationResult, TokenLogprob
-from spec_runtime.requests.answer import AnswerForm, AnswerReader, GetForm
-from spec_runtime.requests.call_reader import Part
+from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
 from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.replies import (
     Echo,
     Heading,
     Object,
+    ShownCalls,
     ShownTokens,
     TokenTexts,
     counted,
@@ -84,79 +83,58 @@ class ChoicesReply:
 
 
 class ChatWriter:
-    """Writes choices of /v1/chat/completions; `get_form` says how they are read, once one has
-    begun."""
+    """Writes choices of /v1/chat/completions."""
 
-    def __init__(self, model: str, texts: TokenTexts, get_form: GetForm = AnswerForm) -> None:
+    def __init__(self, model: str, texts: TokenTexts) -> None:
         self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._texts = texts
-        self._get_form = get_form
-        self._begun: dict[int, _ChatChoice] = {}
+        self._calls: dict[int, ShownCalls] = {}  # of each choice that has begun
         self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
-        if index not in self._begun:
-            self._begun[index] = _ChatChoice(self._get_form().reader())
+        if index not in self._calls:
+            self._calls[index] = ShownCalls()
             yield self._part(index, {"role": "assistant", "content": ""})
-        choice = self._begun[index]
         shown = self._shown[index].take(chunk)
         logprobs = self._texts.chat(shown) if shown else None
-        deltas = choice.deltas(chunk)
+        deltas = [self._delta(index, part) for part in chunk.parts]
         for delta in deltas or [{"content": ""}] * (logprobs is not None):
             yield self._part(index, delta, logprobs)
             logprobs = None
         if chunk.result is not None:
-            reason = "tool_calls" if choice.has_calls else finish_reason(chunk.result)
+            is_called = self._calls[index].are_whole(chunk.result)
+            reason = "tool_calls" if is_called else finish_reason(chunk.result)
             yield {**self._part(index, {}), "finish_reason": reason}
 
     def _part(self, index: int, delta: Object, logprobs: Object | None = None) -> Object:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def whole(self, index: int, result: GenerationResult) -> Object:
-        reason = finish_reason(result)
-        answer = self._get_form().read(result.text)
-        message: Object = {"role": "assistant", "content": answer.content, "refusal": None}
-        if answer.thinking:
-            message["reasoning_content"] = answer.thinking
-        if answer.calls:
-            calls = [
-                {**_begun_call(), "function": {"name": name, "arguments": arguments}}
-                for name, arguments in answer.calls
-            ]
-            message |= {"content": answer.content or None, "tool_calls": calls}
-            reason = "tool_calls"
-        shown = None if result.logprobs is None else _shown(self._texts, result)
-        logprobs = None if shown is None else self._texts.chat(shown)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-
-class _ChatChoice:
-    """Writes the deltas of one choice of a stream."""
-
-    def __init__(self, reader: AnswerReader) -> None:
-        self._reader = reader
-        self._num_calls = 0
-
-    @property
-    def has_calls(self) -> bool:
-        """Says whether the choice holds calls, all of them whole."""
-        return self._num_calls > 0 and not self._reader.is_cut
-
-    def deltas(self, chunk: Chunk) -> list[Object]:
-        """Returns the deltas for a chunk."""
-        parts = self._reader.push(chunk.text, chunk.result is not None)
-        return [self._delta(part) for part in parts]
-
-    def _delta(self, part: Part) -> Object:
+    def _delta(self, index: int, part: Part) -> Object:
         if part.kind == "text":
             return {"content": part.text}
         if part.kind == "thinking":
             return {"reasoning_content": part.text}
+        self._calls[index].add(part)
         call: Object = {"function": {"arguments": part.text}}
         if part.kind == "call":
-            self._num_calls += 1
             call = {**_begun_call(), "function": {"name": part.text, "arguments": ""}}
-        return {"tool_calls": [{"index": self._num_calls - 1, **call}]}
+        return {"tool_calls": [{"index": self._calls[index].num - 1, **call}]}
+
+    def whole(self, index: int, result: GenerationResult) -> Object:
+        reason = finish_reason(result)
+        message: Object = {"role": "assistant", "content": result.content, "refusal": None}
+        if result.reasoning:
+            message["reasoning_content"] = result.reasoning
+        if result.tool_calls:
+            calls = [
+                {**_begun_call(), "function": {"name": name, "arguments": arguments}}
+                for name, arguments in result.tool_calls
+            ]
+            message |= {"content": result.content or None, "tool_calls": calls}
+            reason = "tool_calls"
+        shown = None if result.logprobs is None else _shown(self._texts, result)
+        logprobs = None if shown is None else self._texts.chat(shown)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _begun_call() -> Object:

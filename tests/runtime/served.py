@@ -21,7 +21,7 @@ from starlette.types import ASGIApp  # noqa: E402
 from toy_backend import CHATML, ByteTokenizer  # noqa: E402
 from toy_engine import make_engine  # noqa: E402
 
-from spec_runtime import Engine  # noqa: E402
+from spec_runtime import Chunk, Engine, GenerationResult  # noqa: E402
 from spec_runtime.serving.app import make_app  # noqa: E402
 from spec_runtime.serving.processes import bind, make_config  # noqa: E402
 from spec_runtime.serving.settings import Settings  # noqa: E402
@@ -158,6 +158,25 @@ def events(text: str, has_names: bool = False) -> list[Any]:
         found.append(data if data == "[DONE]" else json.loads(data))
         assert names == ([f"event: {found[-1]['type']}"] if has_names else [])
     return found
+
+
+def chunks_of(result: GenerationResult, pieces: int | list[str]) -> list[Chunk]:
+    """Returns an answer as the chunks of its stream, in these pieces or of so many characters; with
+    log-probabilities each character is a token."""
+    if isinstance(pieces, int):
+        starts = range(0, len(result.text), pieces)
+        pieces = [result.text[start : start + pieces] for start in starts]
+    reader, chunks, begin = result.form.reader(), [], 0
+    for piece in pieces:
+        end = begin + len(piece)
+        scores = None if result.logprobs is None else tuple(result.logprobs[begin:end])
+        ends = tuple(result.text_ends[begin:end])
+        parts = tuple(reader.push(piece))
+        chunks.append(Chunk(text=piece, logprobs=scores, text_ends=ends, parts=parts))
+        begin = end
+    parts = tuple(reader.push("", is_end=True))
+    none = None if result.logprobs is None else ()
+    return [*chunks, Chunk(text="", logprobs=none, result=result, parts=parts)]
 
 
 def metrics(client: Any) -> dict[str, float]:

@@ -12,6 +12,7 @@ from served import (
     HELLO,
     MESSAGES,
     PERSON,
+    chunks_of,
     held,
     post,
     served,
@@ -335,12 +336,12 @@ def test_streamed_calls_follow_the_thinking_and_the_text_before_them(
     form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=tools)
     calls = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>"
     said = f"<think>\nHm, {{}}.\n</think>\n\nLet me see. {calls}"
-    result = GenerationResult(said, [1], "stop", Stats(), stop="x")
-    reply, other = (MessageReply("toy", lambda: form, shows_thinking) for _ in range(2))
-    pieces = [said[i : i + size] for i in range(0, len(said), size)]
-    chunks = [*(Chunk(text=piece) for piece in pieces), Chunk(text="", result=result)]
+    result = GenerationResult(said, [1], "stop", Stats(), stop="x", form=form)
+    reply, other = (MessageReply("toy", shows_thinking) for _ in range(2))
     start = {"type": "message_start", "message": {"content": [], "usage": {}}}
-    streamed = message_of([start, *(event for each in chunks for event in reply.parts(each))])
+    streamed = message_of(
+        [start, *(event for each in chunks_of(result, size) for event in reply.parts(each))]
+    )
     thoughts = [{"type": "thinking", "thinking": "Hm, {}.", "signature": ""}] * shows_thinking
     for message in (streamed, other.whole([result])):
         *thought, before, first, second = message["content"]

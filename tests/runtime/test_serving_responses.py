@@ -13,6 +13,7 @@ from served import (
     PERSON,
     RESPONSES,
     choice_of,
+    chunks_of,
     held,
     post,
     served,
@@ -148,9 +149,9 @@ def test_instructions_stand_before_everything(client: Any) -> None:
 def test_an_empty_answer_is_a_message(reason: str, status: str) -> None:
     result = GenerationResult("", [1], reason, Stats())
     kept: list[Any] = []
-    whole = ResponseReply("toy", {}, TEXTS, AnswerForm, kept.append).whole([result])
-    reply = ResponseReply("toy", {}, TEXTS, AnswerForm, kept.append)
-    streamed = response_of(list(reply.parts(Chunk(text="", result=result))))
+    whole = ResponseReply("toy", {}, TEXTS, kept.append).whole([result])
+    reply = ResponseReply("toy", {}, TEXTS, kept.append)
+    streamed = response_of(list(reply.parts(Chunk(text="", result=result), AnswerForm())))
     for found in (whole, streamed):
         assert text_of(found) == ""
         assert found["status"] == found["output"][0]["status"] == status
@@ -294,20 +295,15 @@ def test_streamed_calls_follow_the_thinking_and_the_text_before_them(
     """Each character is a token; the text's are those with log-probabilities."""
     tools = [{"type": "function", "function": {"name": "look_up", "parameters": PERSON}}]
     form = AnswerForm(Tags("<think>", "</think>"), is_begun, family="hermes", tools=tools)
-    reply, other = (ResponseReply("toy", {}, TEXTS, lambda: form, lambda _: None) for _ in range(2))
+    reply, other = (ResponseReply("toy", {}, TEXTS, lambda _: None) for _ in range(2))
     call = '<tool_call>{"name": "look_up", "arguments": {"name": "Ada"}}</tool_call>'
     said = f"\nHm, {{}}.\n</think>\n\nLet me see. {call}\n{call}"
     said = said if is_begun else f"<think>{said}"
     entries = [TokenLogprob(ord(each), -1.0, []) for each in said]
-    ends = range(1, len(said) + 1)
-    result = GenerationResult(said, [1], "stop", Stats(), logprobs=entries, text_ends=list(ends))
-    places = [slice(i, i + size) for i in range(0, len(said), size)]
-    chunks = [
-        Chunk(text=said[at], logprobs=tuple(entries[at]), text_ends=tuple(ends[at]))
-        for at in places
-    ]
-    chunks.append(Chunk(text="", logprobs=(), result=result))
-    streamed = response_of([event for chunk in chunks for event in reply.parts(chunk)])
+    ends = list(range(1, len(said) + 1))
+    result = GenerationResult(said, [1], "stop", Stats(), "greedy", entries, None, ends, form)
+    chunks = chunks_of(result, size)
+    streamed = response_of([event for chunk in chunks for event in reply.parts(chunk, form)])
     for response in (streamed, other.whole([result])):
         thought, message, *calls = response["output"]
         assert (thought["type"], thought["summary"]) == ("reasoning", [])

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, MESSAGES, RESPONSES, post, served, stream, tool_engine
+from served import CHAT, HELLO, MESSAGES, RESPONSES, chunks_of, post, served, stream, tool_engine
 from toy_backend import ByteTokenizer
 
-from spec_runtime import Chunk, GenerationResult, Stats
+from spec_runtime import GenerationResult, Stats
 from spec_runtime.requests.answer import AnswerForm
+from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.replies import TokenTexts
+from spec_runtime.serving.responses.replies import ResponseReply
 from spec_runtime.serving.writers import ChatWriter
 from spec_runtime.text.thinking import Tags
 
@@ -196,14 +198,40 @@ def test_formats_and_tools_that_are_none_are_refused(
     assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        '{"a": "b',
+        "{'a': 1}}</tool_call>",
+        '{"a": <tool_call>{"name": "look_up", "arguments": {}}</tool_call>',  # a call in the text
+    ],
+)
+@pytest.mark.parametrize(
+    "whole", ["", '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>']
+)
+def test_a_stream_whose_last_call_is_cut_ends_as_its_text(whole: str, end: str) -> None:
+    text = f'{whole}<tool_call>{{"name": "look_up", "arguments": {end}'
+    form = AnswerForm(family="hermes", tools=TOOLS)
+    result = GenerationResult(text, [1], "length", Stats(), form=form)
+    texts = TokenTexts(ByteTokenizer(), frozenset())
+    chat, message = ChatWriter("toy", texts), MessageReply("toy")
+    response = ResponseReply("toy", {}, texts, lambda _: None)
+    chunks = chunks_of(result, 1)
+    *_, choice = [each for chunk in chunks for each in chat.parts(0, chunk)]
+    assert choice["finish_reason"] == "length"
+    *_, delta, _ = [each for chunk in chunks for each in message.parts(chunk)]
+    assert delta["delta"]["stop_reason"] == "max_tokens"
+    *_, last = [each for chunk in chunks for each in response.parts(chunk, form)]
+    assert last["response"]["status"] == "incomplete"
+
+
 def test_a_streamed_call_follows_the_thinking_and_the_text_before_it() -> None:
     form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=TOOLS)
-    writer = ChatWriter("toy", TokenTexts(ByteTokenizer(), frozenset()), lambda: form)
+    writer = ChatWriter("toy", TokenTexts(ByteTokenizer(), frozenset()))
     called = '_call>{"name": "look_up", "arguments": {"name": "Ada"}}'
     pieces = ["<think>\nHm", ".\n</think>\n\n", "Let me", " see. <tool", called, "</tool_call>"]
-    choices = [choice for text in pieces for choice in writer.parts(0, Chunk(text=text))]
-    whole = GenerationResult("".join(pieces), [1], "stop", Stats())
-    choices += writer.parts(0, Chunk(text="", result=whole))
+    whole = GenerationResult("".join(pieces), [1], "stop", Stats(), form=form)
+    choices = [choice for chunk in chunks_of(whole, pieces) for choice in writer.parts(0, chunk)]
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[1:3] == [{"reasoning_content": "Hm"}, {"reasoning_content": "."}]

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import CHAT, HELLO, MESSAGES, PERSON, RESPONSES, post, served, stream
+from served import CHAT, HELLO, MESSAGES, PERSON, RESPONSES, chunks_of, post, served, stream
 from toy_engine import make_engine
 
 from spec_runtime import Chunk, Engine, GenerationResult, Stats
-from spec_runtime.cli.generate import _without_thinking
 from spec_runtime.cli.options import template_kwargs
+from spec_runtime.cli.terminal import AnswerPrinter
+from spec_runtime.constraints.tools import ToolCall
 from spec_runtime.requests.answer import AnswerForm, form_of
+from spec_runtime.requests.call_reader import joined
 from spec_runtime.requests.result import Piece
 from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.thinking import HARMONY, Tags, ThinkingReader, open_reader, tags_of
@@ -244,15 +246,49 @@ def test_a_grammar_begins_at_once_where_nothing_is_thought() -> None:
     assert json.loads(engine.generate(HELLO, max_new_tokens=200, **biased).text)  # type: ignore[arg-type]
 
 
-def test_generate_prints_no_thinking_with_a_grammar() -> None:
-    engine = thinking_engine(R1)
-    prompt = engine.encode(HELLO)
-    pieces = [(f"{letter}", depth) for depth, letter in enumerate("a</think>\nb")]
-    chunks = [Chunk(text=text, pieces=(Piece(text, depth),)) for text, depth in pieces]
-    result = GenerationResult("", [], "stop", Stats())
-    shown = [*_without_thinking(engine, prompt, [*chunks, Chunk(text="", result=result)])]
-    texts = [piece for chunk in shown for piece in chunk.pieces if piece.text]
-    assert texts == [Piece("b", len(pieces) - 1)]
+def test_the_commands_print_thinking_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    form = AnswerForm(TAGS)
+    said = GenerationResult("<think>\nHm.\n</think>\n\nYes. No.", [], "stop", Stats(), form=form)
+    cut = GenerationResult("<think>Hm", [], "length", Stats(), form=form)
+    for size in (1, 4, 100):
+        for result, out, err in ((said, "Yes. No.\n", "Hm.\n\n"), (cut, " …\n", "Hm\n")):
+            printer = AnswerPrinter()
+            for chunk in chunks_of(result, size):
+                printer.print(chunk)
+            printer.end(" …" if result is cut else "")
+            assert capsys.readouterr() == (out, err)
+    coloured = AnswerPrinter(is_coloured=True)
+    coloured.print(Chunk("<think>Hm", pieces=(Piece("<think>", 0), Piece("Hm", 1))))
+    assert capsys.readouterr() == ("<think>Hm", "")
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_chunks_have_the_parts_of_the_result(offered: bool) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
+    engine = thinking_engine(QWEN3)
+    tools = [{"type": "function", "function": {"name": "f"}}] if offered else None
+    prompt = engine.encode(HELLO, tools=tools)
+    written = engine.tokenizer.encode(f"<think>\nHm.</think>\n\nIt is. {call}", False)
+
+    def say(tokens: Any, logits_V: Any) -> Any:
+        if len(tokens) - len(prompt) < len(written):
+            logits_V[written[len(tokens) - len(prompt)]] += 1000
+        return logits_V
+
+    chunks = [*engine.chunks(HELLO, tools=tools, logits_processor=say, max_new_tokens=len(written))]
+    result = chunks[-1].result
+    assert result is not None
+    parts = [part for chunk in chunks for part in chunk.parts]
+    content, calls = joined(parts)
+    assert (content, calls) == (result.content, result.tool_calls)
+    assert content == ("It is." if offered else f"It is. {call}")
+    assert calls == ([ToolCall("f", '{"a": "b"}')] if offered else [])
+    thinking = [part.text for part in parts if part.kind == "thinking"]
+    assert "".join(thinking) == result.reasoning == "Hm."
+    assert sum(bool(chunk.parts) for chunk in chunks) > 5, "they come in the end"
+
+
+def test_template_kwargs_are_an_object() -> None:
     assert template_kwargs('{"enable_thinking": false}') == {"enable_thinking": False}
     with pytest.raises(ValueError, match=r"got --template-kwargs no .*, expected a JSON object"):
         template_kwargs("no")

@@ -7,10 +7,9 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from spec_runtime import Chunk, GenerationResult
-from spec_runtime.requests.answer import AnswerForm, AnswerReader, GetForm
-from spec_runtime.requests.call_reader import Part
+from spec_runtime import Chunk, GenerationResult, Part
 from spec_runtime.serving.answers import Answers
+from spec_runtime.serving.replies import ShownCalls
 from spec_runtime.serving.streams import typed_event_of
 
 Object = dict[str, Any]
@@ -28,31 +27,25 @@ _DELTAS = {
 
 
 class MessageReply:
-    """Writes one message; `get_form` says how it is read, once it has begun. Its thinking is left
-    out unless the request `shows_thinking`."""
+    """Writes one message. Its thinking is left out unless the request `shows_thinking`."""
 
-    def __init__(
-        self, model: str, get_form: GetForm = AnswerForm, shows_thinking: bool = True
-    ) -> None:
+    def __init__(self, model: str, shows_thinking: bool = True) -> None:
         self._model = model
-        self._get_form = get_form
         self._shows_thinking = shows_thinking
-        self._reader: AnswerReader | None = None
         self._num_blocks = 0  # of a stream, that have begun
         self._open = ""  # the kind of the block that has begun and not ended
-        self._has_calls = False
+        self._calls = ShownCalls()
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         (result,) = results
-        thinking, text, calls = self._get_form().read(result.text)
         content: list[Object] = []
-        if thinking and self._shows_thinking:
-            content.append({**_BEGUN["thinking"], "thinking": thinking})
-        if text:
-            content.append({"type": "text", "text": text})
-        for name, arguments in calls:
+        if result.reasoning and self._shows_thinking:
+            content.append({**_BEGUN["thinking"], "thinking": result.reasoning})
+        if result.content:
+            content.append({"type": "text", "text": result.content})
+        for name, arguments in result.tool_calls:
             content.append({**_tool_use(name), "input": json.loads(arguments)})
-        end = _end(result, bool(calls))
+        end = _end(result, bool(result.tool_calls))
         return {**self._message(), "content": content, **end, "usage": _usage(result)}
 
     async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
@@ -71,15 +64,14 @@ class MessageReply:
 
     def parts(self, chunk: Chunk) -> Iterator[Object]:
         """Yields the events for one chunk of the answer; the last chunk's end the message."""
-        if self._reader is None:
-            self._reader = self._get_form().reader()
-        for part in self._reader.push(chunk.text, chunk.result is not None):
+        for part in chunk.parts:
+            self._calls.add(part)
             if part.kind != "thinking" or self._shows_thinking:
                 yield from self._events_of(part)
         if chunk.result is None:
             return
         yield from self._end_block()
-        delta = _end(chunk.result, self._has_calls and not self._reader.is_cut)
+        delta = _end(chunk.result, self._calls.are_whole(chunk.result))
         yield {"type": "message_delta", "delta": delta, "usage": _usage(chunk.result)}
         yield {"type": "message_stop"}
 
@@ -90,7 +82,6 @@ class MessageReply:
             yield from self._end_block()
             self._open = kind
             self._num_blocks += 1
-            self._has_calls = self._has_calls or kind == "call"
             block = _tool_use(part.text) if kind == "call" else _BEGUN[kind]
             yield self._block_event("start", content_block=block)
         if part.kind != "call":

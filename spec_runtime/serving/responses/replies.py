@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
-from spec_runtime import Chunk, GenerationResult, TokenLogprob
-from spec_runtime.requests.answer import AnswerForm, GetForm
-from spec_runtime.requests.call_reader import Part
+from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
+from spec_runtime.requests.answer import AnswerForm
 from spec_runtime.serving.answers import Answers
-from spec_runtime.serving.replies import ShownTokens, TokenTexts, whole_chunk
+from spec_runtime.serving.replies import ShownCalls, ShownTokens, TokenTexts, whole_chunk
 from spec_runtime.serving.streams import typed_event_of
 from spec_runtime.text.thinking import end_of_thinking
 
@@ -31,8 +30,7 @@ class ResponseReply:
     """Writes one response.
 
     `repeated` are the fields that say what was asked for. `texts` writes the tokens whose
-    log-probabilities are asked for. `get_form` says how the answer is read, once it has begun.
-    `keep` is called with the response once it is complete.
+    log-probabilities are asked for. `keep` is called with the response once it is complete.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class ResponseReply:
         model: str,
         repeated: Object,
         texts: TokenTexts,
-        get_form: GetForm,
         keep: Callable[[Object], None],
     ) -> None:
         self._head: Object = {
@@ -53,42 +50,42 @@ class ResponseReply:
             **repeated,
         }
         self._texts = texts
-        self._get_form = get_form
         self._keep = keep
-        self._reader: _Reader | None = None
+        self._places = _Places(texts.tokens_of_choice())
+        self._calls = ShownCalls()
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
         self._num_events = 0
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         (result,) = results
-        self._reader = _Reader(self._get_form(), self._texts.tokens_of_choice(), streams=False)
-        *_, last = self.parts(whole_chunk(result))
+        *_, last = self.parts(whole_chunk(result), result.form)
         response: Object = last["response"]
         return response
 
     async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
         """Yields the events up to response.completed or response.incomplete."""
         async for _, chunk in answers:
-            for event in self.parts(chunk):
+            for event in self.parts(chunk, answers.form):
                 yield typed_event_of(event)
 
-    def parts(self, chunk: Chunk) -> Iterator[Object]:
-        """Yields the events for one chunk of the answer; the last chunk's end the response."""
-        if self._reader is None:
-            self._reader = _Reader(self._get_form(), self._texts.tokens_of_choice())
+    def parts(self, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
+        """Yields the events for one chunk of an answer of this form; the last chunk's end the
+        response."""
         if not self._num_events:
             begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
             begun["incomplete_details"] = None
             yield self._event("created", response=begun)
             yield self._event("in_progress", response=begun)
-        for part, shown in self._reader.push(chunk):
+        for part, shown in self._places.push(chunk, form):
+            self._calls.add(part)
             yield from self._events_of(part, shown)
         if chunk.result is None:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
             yield from self._begin(_Item("text"))
-        is_cut = chunk.result.finish_reason == "length" and not self._reader.has_whole_calls
+        is_whole = self._calls.are_whole(chunk.result)
+        is_cut = chunk.result.finish_reason == "length" and not is_whole
         yield from self._end("incomplete" if is_cut else "completed")
         response = self._finished(chunk.result, is_cut)
         yield self._event(response["status"], response=response)
@@ -162,42 +159,37 @@ class ResponseReply:
         return response
 
 
-class _Reader:
-    """Reads one answer, and says which of its tokens each piece of its text shows.
+class _Places:
+    """Says which of an answer's tokens each piece of its text shows.
 
     The tokens of thinking, of calls, and of what is said after a call belong to no text.
     """
 
-    def __init__(self, form: AnswerForm, tokens: ShownTokens, streams: bool = True) -> None:
-        self._form, self._tokens = form, tokens
-        self._reader = form.reader(streams)
+    def __init__(self, tokens: ShownTokens) -> None:
+        self._tokens = tokens
         self._answer = ""
         self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
         self._begin = self._end = 0  # of the text in the answer, so far
         self._has_text = self._has_calls = False
 
-    @property
-    def has_whole_calls(self) -> bool:
-        """Says whether the answer holds calls, all of them whole."""
-        return self._has_calls and not self._reader.is_cut
-
-    def push(self, chunk: Chunk) -> Iterator[tuple[Part, Shown]]:
-        """Yields the parts that a chunk completes, each with the tokens that it shows."""
+    def push(self, chunk: Chunk, form: AnswerForm) -> Iterator[tuple[Part, Shown]]:
+        """Yields a chunk's parts, each with the tokens that it shows."""
         self._answer += chunk.text
         self._waiting.extend(self._tokens.take(chunk))
-        is_last = chunk.result is not None
-        for part in self._reader.push(chunk.text, is_last):
+        for part in chunk.parts:
             self._has_calls = self._has_calls or part.kind == "call"
             is_text = part.kind == "text" and not self._has_calls
-            yield part, self._shown_by(len(part.text)) if is_text else []
-        if is_last and not self._has_calls and (rest := self._shown_by(len(self._answer) + 1)):
+            yield part, self._shown_by(len(part.text), form) if is_text else []
+        if chunk.result is None or self._has_calls:
+            return
+        if rest := self._shown_by(len(self._answer) + 1, form):
             yield Part("text", ""), rest  # of tokens without a text of their own
 
-    def _shown_by(self, num_characters: int) -> Shown:
+    def _shown_by(self, num_characters: int, form: AnswerForm) -> Shown:
         """Returns the tokens that begin in the next characters of the text."""
         if not self._has_text:
             self._has_text = True
-            self._begin = self._end = _begin_of_text(self._form, self._answer)
+            self._begin = self._end = _begin_of_text(form, self._answer)
         self._end += num_characters
         shown = []
         while self._waiting and self._waiting[0][1] < self._end:
