@@ -75,20 +75,20 @@ class AnswerPrinter:
 
     def __init__(self, is_coloured: bool = False) -> None:
         self._is_coloured = is_coloured
+        self._console = Console(stderr=not is_coloured)
         self._is_thinking = False  # it was printed last
 
     def print(self, chunk: "Chunk") -> None:
         """Prints what a chunk adds to the answer."""
         if self._is_coloured:
-            coloured = Console()
             for piece in chunk.pieces:
                 style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
-                coloured.print(streamed(piece.text), end="", style=style, soft_wrap=True)
+                self._console.print(streamed(piece.text), end="", style=style, soft_wrap=True)
             return
         for part in chunk.parts:
             if part.kind == "thinking":
                 text = streamed(part.text, sys.stderr)
-                Console(stderr=True).print(text, end="", style="dim", soft_wrap=True)
+                self._console.print(text, end="", style="dim", soft_wrap=True)
             else:
                 if self._is_thinking:
                     print("\n", file=sys.stderr, flush=True)

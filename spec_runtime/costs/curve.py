@@ -12,7 +12,7 @@ with the accepted length L of the bundle's calibration, or of a short run if it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from spec_runtime.trees.tree import TokenTree
 MIN_VISITS = 8  # of a depth, for its accuracies to count
 # a path probability falls into one of these bins; the ratio of neighbours is about 1.4
 EDGES = (*(0.7**k for k in range(20)), 0.0)
+
+CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
 
 Seen = tuple[TokenTree, list[int]]  # a tree and the path in it (node ids) that came true
 
@@ -174,6 +176,15 @@ def grown_points(curve: Curve, costs: Costs, max_nodes: int) -> list[Point]:
             budget = Budget(max_nodes, growth=Grown(round(least, 5)))
             points.append(Point.predicted(budget, nodes, length, num_levels, costs))
     return points
+
+
+def cut_budget(budget: Budget, costs: Costs) -> Budget:
+    """Returns a grown budget whose trees are cut at each step where more nodes do not pay, with
+    every probability worth itself."""
+    assert isinstance(budget.growth, Grown), budget.growth
+    step_ms = costs.step_ms(budget.max_nodes)
+    growth = replace(budget.growth, step_ms=step_ms, level_ms=costs.level, reliability=CERTAIN)
+    return replace(budget, growth=growth)
 
 
 def paying_budget(curve: Curve, costs: Costs, max_nodes: int) -> Budget:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from spec_runtime.bundle.manifest import DrafterInfo
-from spec_runtime.costs.curve import Curve, grown_points, paying_budget
+from spec_runtime.costs.curve import Curve, cut_budget, grown_points, paying_budget
 from spec_runtime.costs.measured import (
     Recorder,
     costs_of,
@@ -37,7 +36,6 @@ NUM_NODES, NUM_DEPTHS = 16, 2
 ANSWER_SECONDS, NUM_TOKENS = 0.4, (3, 8)  # of an answer: 3 tokens, and up to 8 if there is time
 LEAST_CONTEXT = 64
 PROMPT = 2 * tuple(range(100, 116))  # ids of a text that repeats itself
-CERTAIN = ((1.0, 1.0),)  # reliability: every probability is worth itself
 
 log = logging.getLogger("spec_runtime")
 
@@ -121,7 +119,4 @@ def _candidate(
     has_odds = all(tree.num_nodes == 1 or tree.log_prob_N is not None for tree, _ in recorder.seen)
     if not isinstance(growth, Grown) or not has_odds:
         return Candidate("bundle", engine.budget, **gain)
-    step_ms = costs.step_ms(max_nodes)
-    growth = replace(growth, step_ms=step_ms, level_ms=costs.level, reliability=CERTAIN)
-    budget = replace(engine.budget, max_nodes=max_nodes, growth=growth)
-    return Candidate("paying", budget, **gain)
+    return Candidate("paying", cut_budget(engine.budget.at_most(max_nodes), costs), **gain)

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.costs.curve import (
+    CERTAIN,
     Curve,
     Point,
+    cut_budget,
     grown_points,
     monotone,
     paying_budget,
@@ -149,13 +151,14 @@ def tune(
         curve = Curve.observed(recorder.seen)
     else:
         curve = Curve.from_calibration(calibration)
-    trust, merged = 1.0, curve
+    trust, cut_trust, merged = 1.0, 1.0, curve
     grown = Grown(reliability=monotone(curve.reliability))
     if curve.reliability and target.strict_gap is None:
         on_stage("trees at temperature 1")
         budget = Budget(min(DRAFT_NODES, limit), growth=grown)
         sampled, _ = record(unmerged, budget, prompts, max_new_tokens, temperature=1.0)
         trust = _sampled_trust(sampled, grown)
+        cut_trust = _sampled_trust(sampled, Grown(reliability=CERTAIN))
     if lookup_nodes and curve.reliability:
         on_stage("trees with prompt lookup")
         budget = Budget(min(RECORD_NODES, limit), growth=grown)
@@ -173,6 +176,9 @@ def tune(
         for candidate in _candidates(curve, merged, costs, limit, lookup_nodes)
     ]
     candidates.append(Candidate("bundle", engine.budget))
+    if curve.reliability and isinstance(engine.budget.growth, Grown):
+        cut = Candidate("cut", cut_budget(engine.budget.at_most(limit), costs))
+        candidates.append(_trusting(cut, cut_trust))  # as a first use takes them, but for the trust
     if not quick:
         candidates = _raced(engine, candidates, prompts, max_new_tokens, on_stage)
     profile = Profile(key, costs, curve.source, tuple(candidates), choose(candidates))
@@ -206,7 +212,7 @@ def _forecast(
     if merges:
         total += seconds(RECORD_NODES, num_tokens)
     if not quick:
-        for first_round in (plain + 4 * small, plain + small):  # greedy, and at temperature 1
+        for first_round in (plain + 5 * small, plain + small):  # greedy, and at temperature 1
             total += first_round * (RACE_ROUNDS if first_round < RACE_SECONDS else 1)
     if sweep:
         total += plain + sum(seconds(n, num_tokens) for n in SIZES)

@@ -7,7 +7,9 @@ steps, of what drafted ones have won by the costs of the machine profile,
     credit  +=  tokens - ms / plain ms,
 
 up to MOST_CREDIT, and pauses once that is overdrawn: drafting may lose what it has won, and little
-more. So a text on which it pays by a little is not left for a few unlucky steps.
+more. So a text on which it pays by a little is not left for a few unlucky steps. Prompt lookup that
+is merged into a drafter's trees goes on during a pause: it costs no draft, and finds what the text
+repeats.
 
 `ProbabilityScaler` scales what the profile's reliability says of path probabilities by
 
@@ -47,7 +49,8 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 
 
 class DraftPauser(ProposerWrapper):
-    """Passes on the trees of `proposer`, or, while drafting does not pay, proposes only roots.
+    """Passes on the trees of `proposer`, or, while drafting does not pay, proposes only roots; of a
+    drafter with prompt lookup only lookup's nodes, which cost no draft, as many as pay.
 
     `gain` is what drafting is known to be worth at temperature 0 and `sampled_gain` at temperature
     1. Each generation begins with all credit where that pays, in proportion to its temperature, and
@@ -64,6 +67,7 @@ class DraftPauser(ProposerWrapper):
         sampled_gain: Gain | None = None,
     ) -> None:
         super().__init__(proposer)
+        self._merges = isinstance(proposer, MergedProposer) and proposer.has_drafter
         self._all_costs = self._costs = costs
         self._gain, self._sampled_gain = gain, sampled_gain
         self._costs_of: dict[int, Costs] = {}  # by the context's number of CONTEXT_ROWS
@@ -77,7 +81,7 @@ class DraftPauser(ProposerWrapper):
 
     @property
     def is_resting(self) -> bool:
-        """True while trees are only roots."""
+        """True while the drafter guesses nothing."""
         return self._rest > 0
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
@@ -91,8 +95,15 @@ class DraftPauser(ProposerWrapper):
         if self._is_first:
             self._is_first = False
             self._begin_at(0.0 if budget.coupling is None else budget.coupling.temperature)
-        asked = budget.within(0) if self.is_resting else budget
-        tree = yield from super().drafting(token, asked)
+        proposer = self._proposer
+        if not self.is_resting:
+            tree = yield from proposer.drafting(token, budget)
+        elif self._merges and isinstance(budget.growth, Grown):
+            assert isinstance(proposer, MergedProposer)
+            priced = Grown(step_ms=self._step_times(budget), rate=1 / self._costs.plain)
+            tree = yield from proposer.looking_up(token, replace(budget, growth=priced))
+        else:
+            tree = yield from proposer.drafting(token, budget.within(0))
         if self._is_judged:
             # where nothing was found, or nothing paid, one level has been drafted all the same
             num_levels = max(1, int(tree.depth_N.max()))
@@ -124,13 +135,17 @@ class DraftPauser(ProposerWrapper):
         if not isinstance(growth, Grown) or not growth.step_ms:
             return budget
         self._is_free = self._all_costs.draft <= FREE * self._all_costs.plain
-        key = number, budget.max_nodes
-        if key not in self._step_ms_of:
-            self._step_ms_of[key] = self._costs.step_ms(budget.max_nodes)
         rate = 1 / self._costs.plain
         if not self._is_first:
             rate = max(rate, self._tokens / self._ms)
-        return replace(budget, growth=replace(growth, step_ms=self._step_ms_of[key], rate=rate))
+        return replace(budget, growth=replace(growth, step_ms=self._step_times(budget), rate=rate))
+
+    def _step_times(self, budget: Budget) -> tuple[float, ...]:
+        """Returns the times of steps at the context, for as many nodes as the budget has."""
+        key = self._length // CONTEXT_ROWS, budget.max_nodes
+        if key not in self._step_ms_of:
+            self._step_ms_of[key] = self._costs.step_ms(budget.max_nodes)
+        return self._step_ms_of[key]
 
     def _judge(self) -> None:
         """Begins a rest if the credit is overdrawn, a longer one if by more than a plain step."""

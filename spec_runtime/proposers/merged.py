@@ -76,10 +76,9 @@ class MergedProposer(ProposerWrapper):
         self._prompt_length = len(prompt)
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
-        index = self._index
-        index.extend([token])
         if not self.has_drafter:
-            return grow_best_first(token, index.end(), index.continuations, index.advance, budget)
+            return self._found(token, budget)
+        self._index.extend([token])
         drafted = yield from super().drafting(token, budget)
         if drafted.draws or budget.is_root_only or isinstance(budget.growth, AlongTruth):
             return drafted
@@ -87,6 +86,11 @@ class MergedProposer(ProposerWrapper):
             return self._shared(drafted, budget)
         growth = budget.growth if isinstance(budget.growth, Grown) else Grown()
         return self._competing(drafted, budget, growth)
+
+    def looking_up(self, token: int, budget: Budget) -> Drafting:
+        """Drafts as `drafting` does while the drafter rests: by lookup alone."""
+        yield from super().drafting(token, budget.within(0))
+        return self._found(token, budget)
 
     def commit(self, step: Step) -> None:
         super().commit(step)
@@ -99,6 +103,12 @@ class MergedProposer(ProposerWrapper):
         self._index.remember(self._prompt_length)
         self._index.truncate(length)
         self._prompt_length = min(self._prompt_length, length)
+
+    def _found(self, token: int, budget: Budget) -> TokenTree:
+        """Returns the likeliest continuations of the text after this token."""
+        index = self._index
+        index.extend([token])
+        return grow_best_first(token, index.end(), index.continuations, index.advance, budget)
 
     def _shared(self, drafted: TokenTree, budget: Budget) -> TokenTree:
         """Returns lookup's share of nodes and then as much of a static tree as fits."""

@@ -92,6 +92,38 @@ def test_good_text_is_never_left_and_unlucky_steps_are_made_up_for() -> None:
     assert runs_of(script.sizes) == [(4, 13), (1, 1)]
 
 
+def test_lookup_goes_on_while_the_drafter_rests() -> None:
+    """Of a text of ones alone lookup knows the next tokens."""
+    script = Script()
+    controller = DraftPauser(MergedProposer(script, 4), COSTS)
+    controller.start([1] * 20, None, 0)
+    budget = Budget(8, growth=Grown(0.01))
+    sizes = []
+    while not controller.is_resting:
+        controller.propose(1, budget)
+        controller.commit(Step([1], 0))
+    script.sizes.clear()
+    for _ in range(FIRST_REST):
+        assert controller.is_resting
+        tree = controller.propose(1, budget)
+        assert set(tree.token_N.tolist()) == {1}, "the drafter's tokens are others, too"
+        sizes.append(tree.num_nodes)
+        controller.commit(Step([1], 0))
+    assert not controller.is_resting
+    assert script.sizes == [1] * FIRST_REST
+    assert min(sizes) > 1
+    dear = replace(COSTS, verify=((1, 9.0), (2, 90.0), (8, 900.0)))
+    controller = DraftPauser(MergedProposer(script, 4), dear)
+    controller.start([1] * 20, None, 0)
+    for _ in range(FIRST_REST // 2):
+        tree = controller.propose(1, budget)
+        controller.commit(Step([1], 0))
+    assert controller.is_resting
+    assert tree.num_nodes == 1, "nodes that do not pay are left out"
+    static = Budget.static([(0,)])
+    assert controller.propose(1, static).num_nodes == 1, "ranks say nothing of a match"
+
+
 def test_root_only_budgets_are_not_judged() -> None:
     script = Script()
     controller = DraftPauser(script, COSTS, Gain(2.25, 1.5))
