@@ -67,7 +67,9 @@ class DraftPauser(ProposerWrapper):
         sampled_gain: Gain | None = None,
     ) -> None:
         super().__init__(proposer)
-        self._merges = isinstance(proposer, MergedProposer) and proposer.has_drafter
+        self._merged: MergedProposer | None = None  # a drafter with lookup, which never rests
+        if isinstance(proposer, MergedProposer) and proposer.has_drafter:
+            self._merged = proposer
         self._all_costs = self._costs = costs
         self._gain, self._sampled_gain = gain, sampled_gain
         self._costs_of: dict[int, Costs] = {}  # by the context's number of CONTEXT_ROWS
@@ -95,15 +97,13 @@ class DraftPauser(ProposerWrapper):
         if self._is_first:
             self._is_first = False
             self._begin_at(0.0 if budget.coupling is None else budget.coupling.temperature)
-        proposer = self._proposer
         if not self.is_resting:
-            tree = yield from proposer.drafting(token, budget)
-        elif self._merges and isinstance(budget.growth, Grown):
-            assert isinstance(proposer, MergedProposer)
+            tree = yield from super().drafting(token, budget)
+        elif self._merged is not None and isinstance(budget.growth, Grown):
             priced = Grown(step_ms=self._step_times(budget), rate=1 / self._costs.plain)
-            tree = yield from proposer.looking_up(token, replace(budget, growth=priced))
+            tree = yield from self._merged.looking_up(token, replace(budget, growth=priced))
         else:
-            tree = yield from proposer.drafting(token, budget.within(0))
+            tree = yield from super().drafting(token, budget.within(0))
         if self._is_judged:
             # where nothing was found, or nothing paid, one level has been drafted all the same
             num_levels = max(1, int(tree.depth_N.max()))
