@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -384,6 +385,10 @@ class SharedPasses(Protocol):
 
     max_lanes: int
     run_drafts: Callable[[Sequence[GraphRun]], None]
+    closing: threading.Event
+
+    @property
+    def most_open(self) -> int: ...
 
     def open(self, lane: Backend, most: int) -> None: ...
 

@@ -16,15 +16,19 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 from contract import PROMPTS
+from gates import PATIENCE, wait_until
+from small import raising
 from tiny_target import save_llama
 from workshop import FluentWorkshop
 
 import spec_runtime
 from spec_export import drafters, make_bundle
 from spec_export.make_bundle import BuildOptions
-from spec_runtime.backends import GraphRun
+from spec_runtime.backends import GraphRun, cpu
 from spec_runtime.backends.joint_runs import JointRuns
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import Bundle, Graph, lanes_name
+from spec_runtime.errors import UserError
 from spec_runtime.lanes.answering import ScoringEngine
 from spec_runtime.lanes.batch import Batch, Pass
 from spec_runtime.requests.call import Call
@@ -186,6 +190,53 @@ def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
                 for row, token in enumerate(call.prompt[1:])
             ]
         assert [each.logprob for each in scores[call]] == pytest.approx(ours, abs=1e-4)
+
+
+def test_nobody_waits_for_a_graph_that_is_being_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes run by themselves until the graph for two is open, then two by two, and so on."""
+    may_open = {lanes_name(n): threading.Event() for n in (2, 3)}
+    open_lanes = cpu.open_lanes
+
+    def open_late(bundle: Bundle, graph: Graph, *arguments: Any) -> Any:
+        known = bundle.manifest.graphs
+        name = next(name for name in may_open if known[name].file == graph.file)
+        assert may_open[name].wait(PATIENCE)
+        return open_lanes(bundle, graph, *arguments)
+
+    monkeypatch.setattr(cpu, "open_lanes", open_late)
+    engine = spec_runtime.load(folder, "none", threads=1)
+    batch, passes = Batch(engine, 3), list[Pass]()
+    batch.on_pass = passes.append
+    batch.open_beside()
+    options: CallOptions = {"max_new_tokens": 6, "ignore_eos": True}
+    alone = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS[:3]]
+    for most in (1, 2, 3):
+        if most > 1:
+            may_open[lanes_name(most)].set()
+            assert engine.passes is not None
+            wait_until(lambda: engine.passes.most_open == most)  # noqa: B023 - within this turn
+        passes.clear()
+        calls = [engine.prepare(prompt, **options) for prompt in PROMPTS[:3]]
+        found = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result}
+        assert [found[n].token_ids for n in range(3)] == alone
+        assert max(each.lanes for each in passes) == most
+    batch.end_opening()
+
+
+def test_a_graph_that_cannot_be_opened_fails_no_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "open_lanes", raising(UserError("no room")))
+    engine = spec_runtime.load(folder, "none", threads=1)
+    batch = Batch(engine, 2)
+    batch.open_beside()
+    calls = [engine.prepare(prompt, max_new_tokens=4) for prompt in PROMPTS[:2]]
+    results = [chunk.result for _, chunk in batch.answer(calls) if chunk.result]
+    batch.end_opening()
+    assert len(results) == 2
+    assert "fewer answers share a pass than could: no room" in caplog.text
 
 
 def test_a_batch_that_is_left_can_be_used_again(folder: Path) -> None:

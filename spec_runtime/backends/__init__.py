@@ -6,6 +6,7 @@ Each backend is one file; see README.md for how to add one.
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import TYPE_CHECKING
 
 from spec_runtime.backends.base import (
@@ -87,8 +88,9 @@ def open_lanes(bundle: Bundle, runtime: Runtime) -> LanePasses | None:
     from spec_runtime.backends.lanes import LanePasses  # here: only this engine needs onnxruntime
 
     opener, run_drafts = importlib.import_module(runtime.kind.module).open_lanes, run_each
+    closing = threading.Event()
     if runtime.device == "cpu":
         from spec_runtime.backends.joint_runs import JointRuns
 
-        run_drafts = JointRuns(bundle, runtime).run
-    return LanePasses(bundle, runtime, opener, open_sampling, run_drafts)
+        run_drafts = JointRuns(bundle, runtime, closing).run
+    return LanePasses(bundle, runtime, opener, open_sampling, run_drafts, closing)

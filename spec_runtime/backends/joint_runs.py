@@ -38,13 +38,14 @@ class JointRuns:
 
     A graph with a cache has graphs for several lanes in the bundle, see
     `spec_export/graphs/lanes.py`. A thread opens them once two such runs meet, fewer lanes first,
-    and they are used as they come: nobody waits for that. A graph without a cache, whose inputs and
+    and they are used as they come: nobody waits for that. Once `closing` is set, no further one is
+    opened. A graph without a cache, whose inputs and
     outputs are rows of nodes, takes those of all generations as it is. Other runs, and those that
     nobody shares, run by themselves.
     """
 
-    def __init__(self, bundle: Bundle, runtime: Runtime) -> None:
-        self._bundle, self._runtime = bundle, runtime
+    def __init__(self, bundle: Bundle, runtime: Runtime, closing: threading.Event) -> None:
+        self._bundle, self._runtime, self._closing = bundle, runtime, closing
         known = bundle.manifest.graphs
         self._graphs: dict[str, dict[int, Graph]] = {}  # by file of the graph for one, and lanes
         for info in bundle.manifest.drafters:
@@ -87,6 +88,8 @@ class JointRuns:
         """Opens the graphs for several lanes in place of this one; any lane's buffers will do until
         they are used."""
         for num_lanes, each in sorted(self._graphs[graph.file].items()):
+            if self._closing.is_set():
+                return
             joined = self._joins.of([lane] * num_lanes)
             try:
                 found = open_lanes(self._bundle, each, capacity, self._runtime, joined)

@@ -61,8 +61,9 @@ class LanePasses:
     """Runs the target's graph for several lanes, see `spec_export/graphs/lanes.py`.
 
     A lane is a backend of the target with its own buffers; they share the weights. The graphs, one
-    for each number of lanes, are opened when first used, on the first lane's stream. `max_lanes` is
-    the most that one pass takes; 1 if the bundle has no such graph.
+    for each number of lanes, are opened by `open`, or when first used, on the first lane's stream.
+    `max_lanes` is the most that one pass takes; 1 if the bundle has no such graph. Once `closing`
+    is set, no further graph is opened in advance.
 
     Where CUDA graphs are captured, all lanes' rows are padded to the same of a few widths, so that
     few shapes occur. A pass with a lane of more rows than the widest runs as it is.
@@ -76,8 +77,9 @@ class LanePasses:
         open_lanes: LanesOpener,
         open_sampling: Callable[[Bundle, Backend, Runtime], RowsReader | None],
         run_drafts: Callable[[Sequence[GraphRun]], None],
+        closing: threading.Event,
     ) -> None:
-        self.run_drafts = run_drafts
+        self.run_drafts, self.closing = run_drafts, closing
         self._bundle, self._runtime = bundle, runtime
         self._open_lanes, self._open_sampling = open_lanes, open_sampling
         known = bundle.manifest.graphs
@@ -88,13 +90,19 @@ class LanePasses:
         self.max_lanes = max(self._graphs, default=1)
         self._opened: dict[int, tuple[OrtBackend, RowsReader | None]] = {}
         self._joins = Joins()
-        self._opening = threading.Lock()
+        self._opening = {n: threading.Lock() for n in self._graphs}
+
+    @property
+    def most_open(self) -> int:
+        """Returns up to how many lanes the graphs are open; 1 while that for two is not."""
+        return next(n for n in range(1, MAX_LANES + 1) if n + 1 not in self._opened)
 
     def open(self, lane: Backend, most: int) -> None:
-        """Opens the graphs for up to `most` lanes, from any thread, so that no pass has to; any
-        lane's buffers will do until they are used."""
+        """Opens the graphs for up to `most` lanes, from any thread, fewer lanes first, so that no
+        pass has to; any lane's buffers will do until they are used."""
         for num_lanes in range(2, min(most, self.max_lanes) + 1):
-            self._open(num_lanes, lane.capacity, self._joins.of([as_lender(lane)] * num_lanes))
+            if not self.closing.is_set():
+                self._open(num_lanes, lane.capacity, self._joins.of([as_lender(lane)] * num_lanes))
 
     def run(
         self, lanes: Sequence[Backend], feeds: Sequence[Feeds], outputs: Sequence[str]
@@ -134,7 +142,7 @@ class LanePasses:
     ) -> tuple[OrtBackend, RowsReader | None]:
         """Returns the graph for so many lanes, on these lanes' buffers, and what reads its
         logits."""
-        with self._opening:
+        with self._opening[num_lanes]:
             if num_lanes not in self._opened:
                 bundle, runtime = self._bundle, self._runtime
                 graph = self._graphs[num_lanes]

@@ -17,7 +17,8 @@ from spec_runtime.files.onnx_file import read_outline
 from spec_runtime.files.writing import file_state
 
 _sessions: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_opening: weakref.WeakValueDictionary[Hashable, threading.Lock] = weakref.WeakValueDictionary()
+_lock = threading.Lock()  # of the locks in `_opening`, each of which is held while a file is opened
 
 
 def shared_session(path: Path, settings: Hashable, open_new: Callable[[], Any]) -> Any:
@@ -26,10 +27,13 @@ def shared_session(path: Path, settings: Hashable, open_new: Callable[[], Any]) 
 
     A file that was replaced or written to since counts as another one, whatever time it shows.
     """
-    # One at a time: of two threads that open the same file, the second is to find it open.
+    files = [path, *(path.parent / name for name in sorted(read_outline(path).weight_files))]
+    key = (*map(file_state, files), settings)
     with _lock:
-        files = [path, *(path.parent / name for name in sorted(read_outline(path).weight_files))]
-        key = (*map(file_state, files), settings)
+        opening = _opening.setdefault(key, threading.Lock())
+    # Of two threads that open the same file, the second finds it open. Nobody waits for another
+    # file, which may take minutes to be packed.
+    with opening:
         session = _sessions.get(key)
         if session is None:
             session = _sessions[key] = open_new()

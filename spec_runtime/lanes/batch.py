@@ -5,12 +5,15 @@ What a call gets does not depend on who shares its passes.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from spec_runtime.backends import run_each
 from spec_runtime.engine import Engine
@@ -23,10 +26,13 @@ from spec_runtime.requests.result import Chunk
 from spec_runtime.target import PREFILL_ROWS, Asked, verify_together
 
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
+MOST_AWAITED = 2  # times its own prompt, of another's tokens that a call waits to see read
 MIN_CHUNK = 8  # rows of prompts in a pass, however slow that is
 MIN_SHARE = 3  # of each, so that it is never read by rows one at a time
 CHUNK_WEIGHT = 1 / 8  # of the newest chunk in what a prompt's row takes
 MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks ride along
+
+log = logging.getLogger("spec_runtime")
 
 Owner = Any
 MayGoOn = Callable[[Owner], bool]
@@ -48,10 +54,11 @@ class Pass:
 class Batch:
     """Decodes up to `parallel` calls together, a pass for all of them.
 
-    Lanes are opened when first used. Prompts are read in chunks that ride along with what others
-    decode, as many rows as a pass of `max_gap` seconds has room for; the prompt that came first
-    gets half of them. Where several decode, a RowBudget hands out the rows of their trees. One
-    thread uses it at a time.
+    Lanes are opened when first used. The graphs of shared passes are, too, unless `open_beside`
+    has them opened by a thread: then lanes run by themselves meanwhile, or a few together.
+    Prompts are read in chunks that ride along with what others decode, as many rows as a pass
+    of `max_gap` seconds has room for; the prompt that came first gets half of them. Where
+    several decode, a RowBudget hands out the rows of their trees. One thread uses it at a time.
 
     Raises UserError for less than one lane, or for several if the engine was not loaded from a
     bundle.
@@ -64,6 +71,8 @@ class Batch:
             engine.share_rows()
         self._engine, self._max_gap = engine, max_gap
         self._passes = engine.passes if parallel > 1 else None
+        self._opener: threading.Thread | None = None  # of their graphs
+        self._awaited: WeakKeyDictionary[Call, Call] = WeakKeyDictionary()  # see `lane_for`
         self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
         self._budget = RowBudget()
@@ -71,7 +80,6 @@ class Batch:
         self._cycle_begun = 0.0
         self.on_pass: Callable[[Pass], None] = lambda ran: None
         self.has_gone_on = False
-        self.is_wanted = True  # until nobody will begin a call any more
 
     @property
     def parallel(self) -> int:
@@ -83,19 +91,38 @@ class Batch:
         return len(self._order)
 
     def open_passes(self) -> None:
-        """Opens the graphs of shared passes, from any thread, so that no call waits for that. What
-        goes wrong is left to the pass that needs them. Ends early once `is_wanted` is false."""
+        """Opens the graphs of shared passes, so that no call waits for that."""
         if self._passes is not None:
-            with suppress(Exception):
-                for most in range(2, self.parallel + 1):
-                    if self.is_wanted:
-                        self._passes.open(self._engine.target.lend()[0], most)
+            self._passes.open(self._engine.target.lend()[0], self.parallel)
+
+    def open_beside(self) -> None:
+        """Lets a thread open the graphs of shared passes, once. Passes take as many lanes as there
+        are graphs for so far: no call waits, nor fails where a graph cannot be opened."""
+        if self._passes is not None and self._opener is None:
+            self._opener = threading.Thread(target=self._open_beside, name="spec_runtime.open")
+            self._opener.start()
+
+    def _open_beside(self) -> None:
+        try:
+            self.open_passes()
+        except Exception as error:
+            log.warning("fewer answers share a pass than could: %s", error)
+
+    def end_opening(self) -> None:
+        """Waits for the thread of `open_beside`, which opens no further graph."""
+        if self._passes is not None and self._opener is not None:
+            self._passes.closing.set()
+            self._opener.join()
 
     def lane_for(self, call: Call) -> Lane | None:
         """Returns the free lane that has most of the prompt's rows, or None where the call has to
-        wait: for a lane, or for another to read the same prompt, whose rows it can then copy."""
+        wait: for a lane, or for another to read the same prompt, whose rows it can then copy. It
+        waits for one other only, however many come that begin alike."""
         free = [lane for lane in self._lanes if lane.is_free]
-        if not free or any(_share(lane, call) for lane in self._order):
+        if not free:
+            return None
+        reads = [lane.call for lane in self._order if lane.call and _share(lane, call)]
+        if reads and self._awaited.setdefault(call, reads[0]) in reads:
             return None
         untaken = [lane for lane in free if not lane.is_taken]
         if untaken or self._order:
@@ -105,6 +132,7 @@ class Batch:
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
         """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
         lane.begin(owner, call, observe, self._budget.new_gain(1 + len(self._order)))
+        self._awaited.pop(call, None)
         self._order.append(lane)
 
     def turn(
@@ -130,7 +158,10 @@ class Batch:
         if self._cycle_begun:
             self._budget.add_cycle(num_tokens, now - self._cycle_begun)
         self._cycle_begun = now if len(asking) > 1 else 0.0
-        most = 1 if self._passes is None else self._passes.max_lanes
+        most = 1
+        if self._passes is not None:
+            opener, passes = self._opener, self._passes
+            most = passes.max_lanes if opener is None else passes.most_open
         num_groups = -(-len(asking) // most)
         for group in range(num_groups):
             lanes = asking[group::num_groups]
@@ -269,11 +300,12 @@ def _has_odds(asked: Asked) -> bool:
 
 def _share(lane: Lane, call: Call) -> bool:
     """Says whether the lane reads a prompt that begins as the first half of this call's does, whose
-    rows the call may copy."""
+    rows the call may copy soon: not much later than its own prompt could be read."""
     length = max(MIN_SHARED, len(call.prompt) // 2)
     reads = lane.call.prompt if lane.is_reading and lane.call is not None else []
     is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
-    return is_alike and lane.engine.may_reuse(call)
+    is_soon = is_alike and lane.num_unread <= MOST_AWAITED * len(call.prompt)
+    return is_soon and lane.engine.may_reuse(call)
 
 
 def _least(num_common: int) -> int:

@@ -42,7 +42,7 @@ from spec_runtime.text.messages import Tools
 from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.waiting.admission import Admission
 
-PREPARATION_SECONDS = 10.0  # a long prompt takes a few tenths
+STUCK_SECONDS = 10.0  # a long prompt is prepared in a few tenths, and read in many steps
 
 Work = TypeVar("Work")
 
@@ -73,16 +73,14 @@ class Service:
             settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel
         )
         self.queue = EngineQueue(self.batch, self.admission)
-        self.queue.open_passes()
+        self.batch.open_beside()
 
     @property
     def is_ready(self) -> bool:
-        """Says whether a request would be taken now, and its turn come: there is a place, and no
-        request has kept the thread that prepares them, or the engine in one step, for too long."""
-        queue = self.queue
-        is_stuck = queue.seconds_in_preparation > PREPARATION_SECONDS
-        is_stuck = is_stuck or queue.seconds_in_step > self.settings.timeout
-        return self.admission.has_room and not is_stuck
+        """Says whether a request would be taken now, and its turn come: there is a place, requests
+        go on, and none has kept the thread that prepares them for too long."""
+        seconds = max(self.queue.seconds_in_preparation, self.queue.seconds_unanswered)
+        return self.admission.has_room and seconds <= STUCK_SECONDS
 
     async def close(self) -> None:
         """Ends all requests, and closes the engine."""

@@ -19,6 +19,7 @@ from spec_runtime.requests.result import Chunk
 from spec_runtime.waiting.admission import Admission, Place
 
 LOOP_SECONDS = 1.0  # until a thread that waits for readers looks whether their loops are still open
+MAX_COMPILING = 8  # threads that compile grammars, or wait for the processes that try them
 
 NEVER_BEGUN = "this engine was closed before the call's turn came; load the bundle again"
 
@@ -29,9 +30,9 @@ OnChunk = Callable[[int, Chunk], None]
 class EngineQueue:
     """Prepares and answers requests in the order asked; AsyncEngine and the server ask here.
 
-    One thread prepares the requests: it renders templates and tokenizes. A request with a grammar,
-    which may take seconds to compile, gets a thread of its own for that, and those asked later
-    overtake it meanwhile. Another thread answers what is prepared, as many calls together as
+    One thread prepares the requests: it renders templates and tokenizes. Grammars, which may take
+    seconds to compile, are left to a few threads, and requests asked later overtake theirs
+    meanwhile. Another thread answers what is prepared, as many calls together as
     `batch` has lanes: a free lane goes to the request that has fewest, and of these to the one that
     was asked first. Tasks of several event loops may ask.
     """
@@ -40,15 +41,17 @@ class EngineQueue:
         self.admission = admission
         self._batch = batch
         self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")
+        self._compiler = ThreadPoolExecutor(MAX_COMPILING, "spec_runtime.compile")
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
-        self._lock = threading.Lock()  # of what follows
+        # Of what follows. Event loops take it, so that nobody holds it over work.
+        self._lock = threading.Lock()
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # among them those that wait or run
         self._prepared: list[Job] = []  # with calls that have not begun
         self._num_asked = 0
         self._is_closed = self._is_answering = False
         self._changed = threading.Event()  # a call that waited may go on, or one can begin
-        self._opener: threading.Thread | None = None
         self._step_begun: float | None = None
+        self._went_on = time.monotonic()  # when the last step ended, or the first request came
         self.preparing_since: float | None = None
 
     @property
@@ -65,6 +68,12 @@ class EngineQueue:
         """Returns for how long a request has kept the thread that prepares them; 0 if none does."""
         begun = self.preparing_since
         return 0.0 if begun is None else time.monotonic() - begun
+
+    @property
+    def seconds_unanswered(self) -> float:
+        """Returns for how long no request has gone on, though there are some; 0 if there are
+        none."""
+        return time.monotonic() - self._went_on if self.admission.num_requests else 0.0
 
     def ask(
         self,
@@ -86,19 +95,17 @@ class EngineQueue:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; load the bundle again")
             place = self.admission.enter(is_stream)
+            if self.admission.num_requests == 1:
+                self._went_on = time.monotonic()
             self._num_asked += 1
             job = Job(self, self._num_asked, prepare, observe, place, max_unread, on_chunk)
             job.prepared = self._preparer.submit(job.prepare)
             self._jobs.add(job)
         return job
 
-    def open_passes(self) -> None:
-        """Lets a thread open the graphs that lanes share, before they are needed; done once. It is
-        done anyway when two calls meet."""
-        if self._opener is None:
-            opening = self._batch.open_passes
-            self._opener = threading.Thread(target=opening, name="spec_runtime.open")
-            self._opener.start()
+    def compile(self, compile_all: Callable[[], None]) -> Future[None]:
+        """Has a thread compile grammars, in its turn."""
+        return self._compiler.submit(compile_all)
 
     def answer(self, job: Job) -> None:
         """Takes a prepared job, whose calls begin when their turn comes."""
@@ -120,14 +127,15 @@ class EngineQueue:
         while True:
             self._changed.clear()
             try:
+                self._step_begun = time.monotonic()
+                self._begin_calls(running)
                 with self._lock:
-                    self._begin_calls(running)
                     if not self._batch.num_active and not self._prepared:
                         self._is_answering = False
+                        self._step_begun = None
                         return
                 if self._batch.num_active > 1:
-                    self.open_passes()
-                self._step_begun = time.monotonic()
+                    self._batch.open_beside()
                 for (job, number), found in self._batch.turn(_may_go_on):
                     job.take(number, found)
                     if not job.num_left:
@@ -143,17 +151,19 @@ class EngineQueue:
                 running.clear()
                 went_on = True
             self._step_begun = None
-            if not went_on:
+            if went_on:
+                self._went_on = time.monotonic()
+            else:
                 waits = [job.seconds_to_wait for job in running]
                 self._changed.wait(min([LOOP_SECONDS, *waits]))
 
     def _begin_calls(self, running: dict[Job, None]) -> None:
         """Begins as many prepared calls as there are lanes for."""
-        waiting = sorted(self._prepared, key=lambda job: (job.num_running, job.number))
+        waiting = self._waiting()
         while waiting:
             job = waiting.pop(0)
             if not job.may_begin():
-                self._prepared.remove(job)
+                self._remove(job)
                 job.finish()
                 continue
             number, call = job.waiting[0]
@@ -163,7 +173,7 @@ class EngineQueue:
             job.waiting.popleft()
             job.num_running += 1
             if not job.waiting:
-                self._prepared.remove(job)
+                self._remove(job)
             running[job] = None
             try:
                 self._batch.begin(lane, (job, number), call, job.observe)
@@ -171,12 +181,20 @@ class EngineQueue:
                 job.take(number, error)
                 if not job.num_left:
                     del running[job]
-            waiting = sorted(self._prepared, key=lambda job: (job.num_running, job.number))
+            waiting = self._waiting()
+
+    def _waiting(self) -> list[Job]:
+        """Returns the jobs with calls that wait for a lane, in their order."""
+        with self._lock:
+            return sorted(self._prepared, key=lambda job: (job.num_running, job.number))
+
+    def _remove(self, job: Job) -> None:
+        with self._lock:
+            self._prepared.remove(job)
 
     async def close(self) -> None:
         """Ends the running requests, refuses those that wait with a RuntimeError, and ends the
         threads. Closing twice is fine."""
-        self._batch.is_wanted = False
         with self._lock:
             self._is_closed = True
             jobs = list(self._jobs)
@@ -184,11 +202,9 @@ class EngineQueue:
             job.refuse(RuntimeError(NEVER_BEGUN))
             job.end()
         await asyncio.to_thread(self._preparer.shutdown)
-        for job in jobs:
-            await asyncio.to_thread(job.wait_until_compiled)
+        await asyncio.to_thread(self._compiler.shutdown)
         await asyncio.to_thread(self._runner.shutdown)
-        if self._opener is not None:
-            await asyncio.to_thread(self._opener.join)
+        await asyncio.to_thread(self._batch.end_opening)
 
 
 def _may_go_on(owner: tuple[Job, int]) -> bool:
@@ -227,7 +243,7 @@ class Job:
         self._max_unread = max_unread
         self._num_posted = self._num_read = 0  # chunks, counted by one thread each
         self._calls: Sequence[Call] = ()
-        self._compiler: threading.Thread | None = None
+        self._compiled: Future[None] | None = None  # None without grammars
         self._turn: Future[None] = Future()  # runs once a call is answered
         self._error: BaseException | None = None
         self._is_ended = False
@@ -259,6 +275,8 @@ class Job:
         self._is_ended = True
         self._place.leave_engine()
         self.prepared.cancel()
+        if self._compiled is not None:
+            self._compiled.cancel()
         self._turn.cancel()
         self._end_calls()
         self._queue.wake()
@@ -292,13 +310,10 @@ class Job:
         if all(call.is_compiled for call in self._calls):
             self._pass_on()
         else:
-            self._compiler = threading.Thread(
-                target=self._compile, name="spec_runtime.compile", daemon=True
-            )
-            self._compiler.start()
+            self._compiled = self._queue.compile(self._compile)
 
     def _compile(self) -> None:
-        """Compiles the calls' grammars, in a thread of its own."""
+        """Compiles the calls' grammars, in a thread that does nothing else."""
         try:
             for call in self._calls:
                 call.compile()
@@ -309,11 +324,6 @@ class Job:
     def _pass_on(self) -> None:
         self.waiting.extend(enumerate(self._calls))
         self._queue.answer(self)
-
-    def wait_until_compiled(self) -> None:
-        """Waits for the thread that compiles grammars, once the preparing one has ended."""
-        if self._compiler is not None:
-            self._compiler.join()
 
     def _fail_early(self, error: BaseException) -> None:
         """Tells the reader what is wrong with the request, of which nothing is answered."""

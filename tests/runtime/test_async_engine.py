@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
 from spec_runtime.lanes.batch import Batch
 from spec_runtime.requests.call import Call
 from spec_runtime.sessions.async_engine import MAX_UNREAD
-from spec_runtime.sessions.engine_queue import EngineQueue, Job
+from spec_runtime.sessions.engine_queue import MAX_COMPILING, EngineQueue, Job
 from spec_runtime.waiting.admission import Admission
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
@@ -398,3 +400,61 @@ def test_a_loop_that_is_gone_ends_its_calls() -> None:
 def test_a_bound_below_0_is_refused() -> None:
     with pytest.raises(ValueError, match="got max_waiting -1, expected 0 or more"):
         AsyncEngine(engine_of(), max_waiting=-1)
+
+
+@in_loop
+async def test_no_event_loop_waits_for_a_lane_to_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further request is taken at once, and counts as unanswered until the lane is there."""
+    begun, may_end = threading.Event(), threading.Event()
+    batch_begin = Batch.begin
+
+    def begin_late(batch: Batch, *arguments: Any) -> None:
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        batch_begin(batch, *arguments)
+
+    monkeypatch.setattr(Batch, "begin", begin_late)
+    async with AsyncEngine(engine_of()) as engine:
+        assert engine._queue.seconds_unanswered == 0
+        first = ask(engine, 0)
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        second = ask(engine, 1)
+        await asyncio.sleep(0)  # the second task puts its request in
+        assert engine.num_waiting == 1
+        before = engine._queue.seconds_unanswered
+        await asyncio.sleep(0.01)
+        assert engine._queue.seconds_unanswered > before > 0
+        may_end.set()
+        assert (await first).token_ids == answer_alone(PROMPTS[0], max_new_tokens=1).token_ids
+        assert (await second).token_ids == answer_alone(PROMPTS[1], max_new_tokens=1).token_ids
+        assert engine._queue.seconds_unanswered == 0
+
+
+@in_loop
+async def test_grammars_of_requests_that_are_gone_take_few_threads() -> None:
+    """Those that compile end by themselves, and the others never begin."""
+    num_compiled, may_end = Counter[int](), threading.Event()
+    engine = engine_of()
+    async with AsyncEngine(engine, max_waiting=64) as shared:
+
+        def prepare(number: int) -> list[Call]:
+            call = engine.make_call(PROMPTS[0], max_new_tokens=1)
+
+            def compile_late(interruption: Any) -> Any:
+                num_compiled[number] += 1
+                assert may_end.wait(PATIENCE)
+
+            call._compile_grammar = compile_late
+            return [call]
+
+        jobs = [shared._queue.ask(partial(prepare, number)) for number in range(3 * MAX_COMPILING)]
+        await asyncio.to_thread(wait_until, lambda: len(num_compiled) == MAX_COMPILING)
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("spec_runtime.compile") for name in names) == MAX_COMPILING
+        for job in jobs:
+            job.leave()
+        assert shared.num_waiting == 0
+        alone = answer_alone(PROMPTS[1], max_new_tokens=1)
+        assert (await shared.generate(PROMPTS[1], max_new_tokens=1)).token_ids == alone.token_ids
+        may_end.set()
+    assert sorted(num_compiled) == list(range(MAX_COMPILING))

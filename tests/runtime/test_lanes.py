@@ -411,6 +411,32 @@ def test_prompts_are_shared_from_a_least_length_on() -> None:
     assert [r.usage.reused_tokens for r in results_of(Batch(engine, 2), calls)] == [0, 0]
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_begins_alike() -> None:
+    engine = keeping("none", kept_bytes=0)
+    batch = Batch(engine, 3)
+    head = random_prompt(1, length=2 * MIN_SHARED)
+    short = engine.prepare(head, max_new_tokens=4)
+    long = engine.prepare([*head, *random_prompt(2, length=500)], max_new_tokens=4)
+    batch.begin(batch._lanes[0], "long", long)
+    assert batch.lane_for(short) is not None
+    batch.close()
+
+
+def test_a_prompt_waits_for_one_other_however_many_begin_alike() -> None:
+    engine = keeping("none", kept_bytes=0)
+    batch = Batch(engine, 3)
+    head = random_prompt(1, length=2 * MIN_SHARED)
+    first, waiting, later = (engine.prepare([*head, k], max_new_tokens=9) for k in (3, 4, 5))
+    batch.begin(batch._lanes[0], "first", first)
+    assert batch.lane_for(waiting) is None
+    while batch._lanes[0].is_reading:
+        assert list(batch.turn()) or batch.has_gone_on
+    batch.begin(batch._lanes[1], "later", later)
+    batch._lanes[1].is_reading = True  # as a prompt that no rows were there for
+    assert batch.lane_for(waiting) is batch._lanes[2]
+    batch.close()
+
+
 @pytest.mark.parametrize(("max_gap", "is_short"), [(1e-9, True), (9.0, False)])
 def test_prompts_beside_others_fill_up_what_a_pass_may_take(max_gap: float, is_short: bool) -> None:
     engine = keeping("none", kept_bytes=0)

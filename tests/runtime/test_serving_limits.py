@@ -118,12 +118,23 @@ def test_a_server_whose_preparation_is_stuck_is_not_ready(monkeypatch: pytest.Mo
         return make_call(*arguments, **options)
 
     monkeypatch.setattr(engine, "make_call", make_late)
-    monkeypatch.setattr(service, "PREPARATION_SECONDS", 0.1)
+    monkeypatch.setattr(service, "STUCK_SECONDS", 0.1)
     with served(engine) as server, ThreadPoolExecutor(1) as pool:
         client = server.client()
         reply = pool.submit(client.post, COMPLETIONS, json=BODY)
         wait_until(lambda: client.get("/ready").status_code == 503)
         may_end.set()
+        assert reply.result().status_code == 200
+        assert client.get("/ready").status_code == 200
+
+
+def test_a_server_where_nobody_is_answered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "STUCK_SECONDS", 0.1)
+    with held() as (_, client, runs), ThreadPoolExecutor(1) as pool:
+        assert client.get("/ready").status_code == 200
+        reply = pool.submit(client.post, COMPLETIONS, json=BODY)
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        runs.let_through()
         assert reply.result().status_code == 200
         assert client.get("/ready").status_code == 200
 

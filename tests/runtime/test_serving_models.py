@@ -155,11 +155,11 @@ def test_nobody_but_who_needs_room_waits_for_a_bundle_that_is_closed(
     is_there = threading.Event()
     with shelved(most_open=2) as (shelf, client), ThreadPoolExecutor(1) as pool:
 
-        def open_passes(batch: Batch) -> None:
+        def end_opening(batch: Batch) -> None:
             if batch._engine is shelf.engines["letters"]:
                 assert is_there.wait(PATIENCE)
 
-        monkeypatch.setattr(Batch, "open_passes", open_passes)
+        monkeypatch.setattr(Batch, "end_opening", end_opening)
         for name in ("letters", "bytes"):
             post(client, COMPLETIONS, **BODY, model=name)
         needs_room = pool.submit(post, client, COMPLETIONS, **BODY, model="other")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gates import PATIENCE
 from onnx_text import model_of
 
+from spec_runtime.backends import session
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.machine import default_threads
@@ -35,6 +38,7 @@ GRAPH = graph_of(WIDTH)
 
 def write(folder: Path, factor: float, width: int = WIDTH) -> Path:
     """Writes a graph y = x · w, all of whose weights, in a file of their own, are `factor`."""
+    folder.mkdir(exist_ok=True)
     model = model_of(f"scale (float[N, {width}] x) => (float[N, 8] y) {{ y = MatMul(x, w) }}")
     weight = onnx.numpy_helper.from_array(np.full((width, 8), factor, np.float32), "w")
     model.graph.initializer.append(weight)
@@ -117,3 +121,32 @@ def test_a_file_that_is_no_graph_is_refused_each_time(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"cannot load scale\.onnx") as caught:
             open_graph(path)
         assert "\n" not in str(caught.value)
+
+
+def test_nobody_waits_for_another_file_to_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who opens the same file waits, and finds it open."""
+    slow, quick = (write(tmp_path / name, 2.0) for name in ("slow", "quick"))
+    begun, may_end = threading.Event(), threading.Event()
+    opened: list[Path] = []
+    open_new = session._open
+
+    def open_slowly(path: Path, options: Any) -> Any:
+        opened.append(path)
+        if path == slow:
+            begun.set()
+            assert may_end.wait(PATIENCE)
+        return open_new(path, options)
+
+    monkeypatch.setattr(session, "_open", open_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(open_graph, slow)
+        assert begun.wait(PATIENCE)
+        second = pool.submit(open_graph, slow)
+        assert product(open_graph(quick), 3.0) == 6.0 * WIDTH
+        assert not first.done()
+        assert not second.done()
+        may_end.set()
+        assert first.result(PATIENCE).session is second.result(PATIENCE).session
+    assert opened == [slow, quick]
