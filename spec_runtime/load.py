@@ -248,14 +248,19 @@ class DrafterOpener:
         if not options.profile or name == "none" or options.backend != "onnxruntime":
             return opened
         key = profiles.key_of(self._bundle, opened.name, options.threads)
-        profile = profiles.find(key) or self._measured.get(key)
+        is_noted = key not in self._measured  # lanes need not say it again
+        profile = profiles.find(key, is_noted=is_noted) or self._measured.get(key)
         if profile is None and self._target.lock.is_free_for_thread:
             engine = Engine(self._target, self._tokenizer, opened)
             entry = self._bundle.manifest.entry(name)
             profile = first_use.profile_for(engine, key, entry)
             if profile is not None:
                 self._measured[key] = profile  # where nothing can be kept
-        return opened if profile is None else _tuned(opened, profile)
+        if profile is None:
+            return opened
+        tuned = _tuned(opened, profile)
+        # A profile is also found with options that leave less room, as `strict` does.
+        return tuned._replace(budget=tuned.budget.at_most(self._target.max_nodes))
 
     def open_lane(self, engine: Engine) -> Engine:
         """Opens an engine like this one on a target of its own, with the same weights."""

@@ -51,7 +51,7 @@ def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile 
         return None
     try:
         with reserved(key):
-            profile = find(key)
+            profile = find(key, is_noted=False)
             if profile is None:
                 write(profile := _measured(engine, key, entry))
             return profile
@@ -64,7 +64,7 @@ def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile 
 def _awaited(key: Key) -> Profile | None:
     """Returns the profile once another process has kept it; None if it never does."""
     end = time.monotonic() + WAIT_SECONDS
-    while (profile := find(key)) is None and time.monotonic() < end:
+    while (profile := find(key, is_noted=False)) is None and time.monotonic() < end:
         time.sleep(0.05)
     return profile
 
