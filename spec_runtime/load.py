@@ -145,7 +145,7 @@ def load(
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
-    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.cached).
+    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.open_cached).
     The other arguments are the fields of LoadOptions: `load(path, drafter="none", threads=2)`.
 
     Raises UserError, in one line, if anything does not fit: BundleError for the bundle's own
@@ -156,10 +156,12 @@ def load(
     options = LoadOptions(drafter=drafter, threads=threads, **arguments)
     warn_of_threads(options.threads)
     if isinstance(path, str) and path.startswith("hf://"):
-        from spec_runtime.hub.pull import cached  # here: few need it
+        from spec_runtime.hub.pull import open_cached  # here: few need it
 
-        path = cached(path)
-    bundle = _shortened(bundles.read(path, options.verify), options.context)
+        bundle = open_cached(path, options.verify)
+    else:
+        bundle = bundles.read(path, options.verify)
+    bundle = _shortened(bundle, options.context)
     known = drafter_names(bundle.manifest)
     if drafter is not None and drafter not in known:  # before anything slow
         raise UnknownDrafterError(drafter, known)
