@@ -250,14 +250,15 @@ class DrafterOpener:
         if not options.profile or name == "none" or options.backend != "onnxruntime":
             return opened
         key = profiles.key_of(self._bundle, opened.name, options.threads)
-        is_noted = key not in self._measured  # lanes need not say it again
-        profile = profiles.find(key, is_noted=is_noted) or self._measured.get(key)
-        if profile is None and self._target.lock.is_free_for_thread:
+        is_new = key not in self._measured  # what one lane has said or measured stands for all
+        profile = profiles.find(key, is_noted=is_new) or self._measured.get(key)
+        is_settled = profile is not None and profile.is_settled
+        if is_new and not is_settled and self._target.lock.is_free_for_thread:
             engine = Engine(self._target, self._tokenizer, opened)
             entry = self._bundle.manifest.entry(name)
-            profile = first_use.profile_for(engine, key, entry)
-            if profile is not None:
-                self._measured[key] = profile  # where nothing can be kept
+            measured = first_use.profile_for(engine, key, entry)
+            if measured is not None:
+                profile = self._measured[key] = measured  # also where nothing can be kept
         if profile is None:
             return opened
         tuned = _tuned(opened, profile)
@@ -367,7 +368,7 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     """Applies the tuned profile. If plain decoding was fastest, drops the drafter."""
     choice = profile.choice
     if choice.budget is None:
-        log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
+        log.debug("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(features=opened.features, is_tuned=True)
     scaled = scale_probabilities(opened.proposer)

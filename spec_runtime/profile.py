@@ -32,6 +32,7 @@ from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 
 PLAIN = "plain"  # the candidate that is plain decoding
 FIRST_USE = "first use"  # where a profile comes from, see Profile
+BUSY_SPREAD, MOST_TAKES = 1.25, 3  # see Profile.is_settled
 
 log = logging.getLogger("spec_runtime")
 
@@ -56,6 +57,7 @@ MoreMilliseconds = Annotated[float, Ge(0), Le(1e7)]
 Ratio = Annotated[float, Ge(1e-4), Le(1e6)]
 Rate = Annotated[float, Ge(0), Le(1e9)]
 NumNodes = Annotated[float, Ge(1), Le(bundles.LARGEST_SIZE)]
+Spread = Annotated[float, Ge(1), Le(1e9)]
 
 PassTimes = Annotated[tuple[tuple[NumNodes, Milliseconds], ...], MinLen(1)]
 
@@ -67,6 +69,7 @@ class PassCosts:
     context: bundles.Index
     verify: PassTimes
     plain: Milliseconds
+    spread: Spread = mapping.added_later(1.0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Costs:
     verify: pairs (nodes, ms of one pass), ascending. draft: drafting one level. level: drafting
     each further level. host: accepting, committing and the rest of a step. plain: a whole step of
     plain decoding. prefill: one prompt token. Passes were measured after `context` committed rows,
-    and those of as many nodes after more rows, `far`, if the bundle has room for them.
+    and those of as many nodes after more rows, `far`, if the bundle has room for them. spread: how
+    many times the least time of repeated passes their median was, 1 where none was repeated.
     """
 
     verify: PassTimes
@@ -87,6 +91,7 @@ class Costs:
     prefill: MoreMilliseconds
     context: bundles.Index = mapping.added_later(0)
     far: PassCosts | None = mapping.added_later(None)
+    spread: Spread = mapping.added_later(1.0)
 
     def __post_init__(self) -> None:
         nodes, far = [n for n, _ in self.verify], self.far
@@ -177,7 +182,7 @@ class Profile:
     """The costs and candidates that were found; `chosen` names one of the candidates.
 
     curve: where it comes from: predictions of `tune` from the "calibration" of the bundle or a
-    "run", or the FIRST_USE of the bundle, without prompts.
+    "run", or the FIRST_USE of the bundle, without prompts. takes: how often that was measured.
     """
 
     key: Key
@@ -185,6 +190,7 @@ class Profile:
     curve: str
     candidates: tuple[Candidate, ...]
     chosen: str
+    takes: Annotated[int, Ge(1), Le(bundles.LARGEST_SIZE)] = mapping.added_later(1)
 
     def __post_init__(self) -> None:
         if self.chosen not in (names := [candidate.name for candidate in self.candidates]):
@@ -199,6 +205,12 @@ class Profile:
     def is_tuned(self) -> bool:
         """True if `tune` found it."""
         return self.curve != FIRST_USE
+
+    @property
+    def is_settled(self) -> bool:
+        """False for costs that a first use measured on a busy machine, as the spread of repeated
+        passes shows: they are measured again at a later load, up to MOST_TAKES times in all."""
+        return self.is_tuned or self.costs.spread <= BUSY_SPREAD or self.takes >= MOST_TAKES
 
     @property
     def plain_wins(self) -> bool:
@@ -300,7 +312,8 @@ def from_json(data: Any) -> Profile:
     """Returns the profile of which `to_json` made `data`; raises UserError if it is damaged."""
     stored = mapping.from_mapping(_StoredProfile, data, "profile")
     candidates = tuple(each.candidate() for each in stored.candidates)
-    return Profile(stored.key, stored.costs, stored.curve, candidates, stored.chosen)
+    values = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Profile)}
+    return Profile(**values | {"candidates": candidates})
 
 
 @contextmanager
