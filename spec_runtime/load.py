@@ -145,8 +145,9 @@ def load(
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
-    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.open_cached).
-    The other arguments are the fields of LoadOptions: `load(path, drafter="none", threads=2)`.
+    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see
+    hub.pull.open_cached). The other arguments are the fields of LoadOptions: `load(path,
+    drafter="none", threads=2)`.
 
     Raises UserError, in one line, if anything does not fit: BundleError for the bundle's own
     faults, UnknownDrafterError for a drafter that it has not.

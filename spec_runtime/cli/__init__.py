@@ -112,7 +112,7 @@ def version() -> str:
 
 
 class _OneLine(logging.Formatter):
-    """Makes one line of a warning or a note, which begins anew wherever the streamed text stands."""
+    """Makes one line of a warning or note, which begins anew wherever the streamed text stands."""
 
     def format(self, record: logging.LogRecord) -> str:
         kind = "warning" if record.levelno >= logging.WARNING else "note"

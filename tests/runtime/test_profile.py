@@ -155,7 +155,8 @@ TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
 
 def tampered(stored: Profile, at: tuple[str | int, ...], value: Any) -> str:
     """Returns the profile as its file has it, with another value at this place."""
-    document = within = profile.to_json(stored)
+    document = profile.to_json(stored)
+    within: Any = document
     for key in at[:-1]:
         within = within[key]
     within[at[-1]] = value
