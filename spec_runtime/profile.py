@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Le, MinLen
+from annotated_types import Ge, Le, Len
 
 from spec_runtime import mapping
 from spec_runtime.bundle import manifest as bundles
@@ -50,8 +50,8 @@ class Key:
     versions: str = mapping.added_later("")
 
 
-# Bounds of what a file may say, so that nothing computed from it is zero or infinite. A time is of
-# a microsecond to three hours; a gain is that of decoding, and a rate is in tokens a second.
+# Bounds of what a file may say, so that nothing computed from it is zero or infinite: times of a
+# microsecond to three hours, and rates in tokens a second.
 Milliseconds = Annotated[float, Ge(1e-3), Le(1e7)]
 MoreMilliseconds = Annotated[float, Ge(0), Le(1e7)]
 Ratio = Annotated[float, Ge(1e-4), Le(1e6)]
@@ -59,7 +59,8 @@ Rate = Annotated[float, Ge(0), Le(1e9)]
 NumNodes = Annotated[float, Ge(1), Le(bundles.LARGEST_SIZE)]
 Spread = Annotated[float, Ge(1), Le(1e9)]
 
-PassTimes = Annotated[tuple[tuple[NumNodes, Milliseconds], ...], MinLen(1)]
+MOST_POINTS = 1000  # of a curve, of which each step reads all
+PassTimes = Annotated[tuple[tuple[NumNodes, Milliseconds], ...], Len(1, MOST_POINTS)]
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class _StoredBudget:
     paths: tuple[RankPath, ...] | None
     step_ms: tuple[Milliseconds, ...] = ()
     level_ms: MoreMilliseconds = 0.0
-    reliability: tuple[tuple[float, float], ...] = ()
+    reliability: Annotated[tuple[tuple[float, float], ...], Len(0, MOST_POINTS)] = ()
     sampled_trust: Annotated[float, Ge(0.01), Le(100)] = mapping.added_later(1.0)
     # Profiles of older versions list these two, which no growth has any more.
     truth: Any = mapping.added_later(None)

@@ -123,8 +123,8 @@ def _passes(
     # what else runs on the machine only adds to a time
     ms = {each: round(1000 * float(np.quantile(t, 0.25)), 4) for each, t in taken.items()}
     verify = tuple((n, ms[n, wants]) for n in sorted(sizes) if (n, wants) in ms)
-    spread = statistics.median(statistics.median(t) / min(t) for t in taken.values())
-    return PassCosts(target.length, verify, ms[1, LOGITS], round(spread, 2))
+    spread = statistics.median(statistics.median(t) / max(1e-9, min(t)) for t in taken.values())
+    return PassCosts(target.length, verify, ms[1, LOGITS], round(max(1.0, spread), 2))
 
 
 def without_lookup(proposer: Proposer) -> Proposer:

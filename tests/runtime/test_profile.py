@@ -131,6 +131,7 @@ TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
     ((*VERIFY, 1, 1), 5e-324),
     ((*VERIFY, 1), [4, 13.0, 1.0]),
     (VERIFY, []),
+    (VERIFY, [[n, 13.0] for n in range(1, 9999)]),
     (("costs", "plain"), 1e308),
     (("costs", "plain"), 5e-324),
     (("costs", "draft"), 1e308),
@@ -142,6 +143,7 @@ TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
     ((*BUDGET, "step_ms", 0), 0.0),
     ((*BUDGET, "level_ms"), 1e308),
     ((*BUDGET, "reliability"), [[0.5, 0.4, 0.1]]),
+    ((*BUDGET, "reliability"), [[i / 9999, i / 9999] for i in range(1, 9999)]),
     ((*BUDGET, "sampled_trust"), 1e308),
     ((*BUDGET, "sampled_trust"), 5e-324),
     ((*BUDGET, "paths"), [[0], [0, 10**9, 0]]),
@@ -164,7 +166,7 @@ def tampered(stored: Profile, at: tuple[str | int, ...], value: Any) -> str:
 
 
 @pytest.mark.first_use
-@pytest.mark.parametrize(("at", "value"), TAMPERED, ids=str)
+@pytest.mark.parametrize(("at", "value"), TAMPERED, ids=lambda given: f"{given!s:.60}")
 def test_a_tampered_profile_is_dropped_and_measured_anew(
     profile_cache: Path,
     tmp_path: Path,
