@@ -145,8 +145,9 @@ def load(
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
-    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.cached).
-    The other arguments are the fields of LoadOptions: `load(path, drafter="none", threads=2)`.
+    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see
+    hub.pull.open_cached). The other arguments are the fields of LoadOptions: `load(path,
+    drafter="none", threads=2)`.
 
     Raises UserError, in one line, if anything does not fit: BundleError for the bundle's own
     faults, UnknownDrafterError for a drafter that it has not.
@@ -156,10 +157,12 @@ def load(
     options = LoadOptions(drafter=drafter, threads=threads, **arguments)
     warn_of_threads(options.threads)
     if isinstance(path, str) and path.startswith("hf://"):
-        from spec_runtime.hub.pull import cached  # here: few need it
+        from spec_runtime.hub.pull import open_cached  # here: few need it
 
-        path = cached(path)
-    bundle = _shortened(bundles.read(path, options.verify), options.context)
+        bundle = open_cached(path, options.verify)
+    else:
+        bundle = bundles.read(path, options.verify)
+    bundle = _shortened(bundle, options.context)
     known = drafter_names(bundle.manifest)
     if drafter is not None and drafter not in known:  # before anything slow
         raise UnknownDrafterError(drafter, known)
@@ -248,14 +251,20 @@ class DrafterOpener:
         if not options.profile or name == "none" or options.backend != "onnxruntime":
             return opened
         key = profiles.key_of(self._bundle, opened.name, options.threads)
-        profile = profiles.find(key) or self._measured.get(key)
-        if profile is None and self._target.lock.is_free_for_thread:
+        is_new = key not in self._measured  # what one lane has said or measured stands for all
+        profile = profiles.find(key, is_noted=is_new) or self._measured.get(key)
+        is_settled = profile is not None and profile.is_settled
+        if is_new and not is_settled and self._target.lock.is_free_for_thread:
             engine = Engine(self._target, self._tokenizer, opened)
             entry = self._bundle.manifest.entry(name)
-            profile = first_use.profile_for(engine, key, entry)
-            if profile is not None:
-                self._measured[key] = profile  # where nothing can be kept
-        return opened if profile is None else _tuned(opened, profile)
+            measured = first_use.profile_for(engine, key, entry)
+            if measured is not None:
+                profile = self._measured[key] = measured  # also where nothing can be kept
+        if profile is None:
+            return opened
+        tuned = _tuned(opened, profile)
+        # A profile is also found with options that leave less room, as `strict` does.
+        return tuned._replace(budget=tuned.budget.at_most(self._target.max_nodes))
 
     def open_lane(self, engine: Engine) -> Engine:
         """Opens an engine like this one on a target of its own, with the same weights."""
@@ -360,7 +369,7 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     """Applies the tuned profile. If plain decoding was fastest, drops the drafter."""
     choice = profile.choice
     if choice.budget is None:
-        log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
+        log.debug("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(features=opened.features, is_tuned=True)
     scaled = scale_probabilities(opened.proposer)

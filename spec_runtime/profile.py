@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -19,17 +20,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Le, Len
 
 from spec_runtime import mapping
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
+from spec_runtime.files.kept import read_kept
 from spec_runtime.files.writing import locked, require_writable, sha256, write_atomically
 from spec_runtime.machine import cache_folder, cpu_model, default_threads, versions
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 
 PLAIN = "plain"  # the candidate that is plain decoding
 FIRST_USE = "first use"  # where a profile comes from, see Profile
+BUSY_SPREAD, MOST_TAKES = 1.25, 3  # see Profile.is_settled
 
 log = logging.getLogger("spec_runtime")
 
@@ -47,19 +50,27 @@ class Key:
     versions: str = mapping.added_later("")
 
 
-Milliseconds = Annotated[float, Gt(0)]
+# Bounds of what a file may say, so that nothing computed from it is zero or infinite: times of a
+# microsecond to three hours, and rates in tokens a second.
+Milliseconds = Annotated[float, Ge(1e-3), Le(1e7)]
+MoreMilliseconds = Annotated[float, Ge(0), Le(1e7)]
+Ratio = Annotated[float, Ge(1e-4), Le(1e6)]
+Rate = Annotated[float, Ge(0), Le(1e9)]
+NumNodes = Annotated[float, Ge(1), Le(bundles.LARGEST_SIZE)]
+Spread = Annotated[float, Ge(1), Le(1e9)]
 
-
-PassTimes = Annotated[tuple[tuple[float, Milliseconds], ...], MinLen(1)]
+MOST_POINTS = 1000  # of a curve, of which each step reads all
+PassTimes = Annotated[tuple[tuple[NumNodes, Milliseconds], ...], Len(1, MOST_POINTS)]
 
 
 @dataclass(frozen=True)
 class PassCosts:
     """Times in milliseconds after `context` committed rows; see Costs for the others."""
 
-    context: int
+    context: bundles.Index
     verify: PassTimes
     plain: Milliseconds
+    spread: Spread = mapping.added_later(1.0)
 
 
 @dataclass(frozen=True)
@@ -69,30 +80,53 @@ class Costs:
     verify: pairs (nodes, ms of one pass), ascending. draft: drafting one level. level: drafting
     each further level. host: accepting, committing and the rest of a step. plain: a whole step of
     plain decoding. prefill: one prompt token. Passes were measured after `context` committed rows,
-    and those of as many nodes after more rows, `far`, if the bundle has room for them.
+    and those of as many nodes after more rows, `far`, if the bundle has room for them. spread: how
+    many times the least time of repeated passes their median was, 1 where none was repeated.
     """
 
     verify: PassTimes
-    draft: Annotated[float, Ge(0)]
-    level: Annotated[float, Ge(0)]
-    host: Annotated[float, Ge(0)]
+    draft: MoreMilliseconds
+    level: MoreMilliseconds
+    host: MoreMilliseconds
     plain: Milliseconds
-    prefill: float
-    context: int = mapping.added_later(0)
+    prefill: MoreMilliseconds
+    context: bundles.Index = mapping.added_later(0)
     far: PassCosts | None = mapping.added_later(None)
+    spread: Spread = mapping.added_later(1.0)
+
+    def __post_init__(self) -> None:
+        nodes, far = [n for n, _ in self.verify], self.far
+        if any(n >= more for n, more in itertools.pairwise(nodes)):
+            raise UserError(f"got verify of {nodes!r:.80} nodes, expected ascending numbers")
+        if far is None:
+            return
+        if [n for n, _ in far.verify] != nodes:
+            raise UserError(
+                f"got far.verify of {[n for n, _ in far.verify]!r:.80} nodes, expected those of "
+                f"verify, {nodes!r:.80}"
+            )
+        if far.context <= self.context:
+            raise UserError(
+                f"got far.context {far.context}, expected more than context, {self.context}"
+            )
 
     def at(self, context: int) -> Costs:
         """Returns the costs after so many committed rows: on the line through the two contexts
-        that were measured."""
+        that were measured. Before the first of them, at least half of what was measured there: a
+        slow moment at the second one would let the line fall below zero."""
         far = self.far
         if far is None:
             return self
         share = (context - self.context) / (far.context - self.context)
+
+        def on_line(near_ms: float, far_ms: float) -> float:
+            return max(near_ms / 2, near_ms + share * max(0.0, far_ms - near_ms))
+
         verify = tuple(
-            (n, near_ms + share * max(0.0, far_ms - near_ms))
+            (n, on_line(near_ms, far_ms))
             for (n, near_ms), (_, far_ms) in zip(self.verify, far.verify, strict=True)
         )
-        plain = self.plain + share * max(0.0, far.plain - self.plain)
+        plain = on_line(self.plain, far.plain)
         return dataclasses.replace(self, verify=verify, plain=plain, far=None)
 
     def step_ms(self, max_nodes: int) -> tuple[float, ...]:
@@ -116,8 +150,8 @@ class Costs:
 class Gain:
     """Tokens committed a step, and how many times as fast as plain decoding they come."""
 
-    accepted_length: Annotated[float, Gt(0)]
-    speedup: Annotated[float, Gt(0)]
+    accepted_length: Ratio
+    speedup: Ratio
 
 
 @dataclass(frozen=True)
@@ -131,11 +165,11 @@ class Candidate:
 
     name: str
     budget: Budget | None
-    nodes: float | None = None  # of a tree, on average, root included
-    expected_speedup: float | None = None
-    tokens_per_second: float | None = None
-    speedup: float | None = None
-    accepted_length: float | None = None
+    nodes: NumNodes | None = None  # of a tree, on average, root included
+    expected_speedup: Ratio | None = None
+    tokens_per_second: Rate | None = None
+    speedup: Ratio | None = None
+    accepted_length: Ratio | None = None
     sampled_gain: Gain | None = mapping.added_later(None)
 
     @property
@@ -149,7 +183,7 @@ class Profile:
     """The costs and candidates that were found; `chosen` names one of the candidates.
 
     curve: where it comes from: predictions of `tune` from the "calibration" of the bundle or a
-    "run", or the FIRST_USE of the bundle, without prompts.
+    "run", or the FIRST_USE of the bundle, without prompts. takes: how often that was measured.
     """
 
     key: Key
@@ -157,6 +191,7 @@ class Profile:
     curve: str
     candidates: tuple[Candidate, ...]
     chosen: str
+    takes: Annotated[int, Ge(1), Le(bundles.LARGEST_SIZE)] = mapping.added_later(1)
 
     def __post_init__(self) -> None:
         if self.chosen not in (names := [candidate.name for candidate in self.candidates]):
@@ -171,6 +206,12 @@ class Profile:
     def is_tuned(self) -> bool:
         """True if `tune` found it."""
         return self.curve != FIRST_USE
+
+    @property
+    def is_settled(self) -> bool:
+        """False for costs that a first use measured on a busy machine, as the spread of repeated
+        passes shows: they are measured again at a later load, up to MOST_TAKES times in all."""
+        return self.is_tuned or self.costs.spread <= BUSY_SPREAD or self.takes >= MOST_TAKES
 
     @property
     def plain_wins(self) -> bool:
@@ -201,14 +242,14 @@ class _StoredBudget:
     """A budget as the file has it: with `paths` it is a static tree, without them a grown one, to
     which the other fields belong."""
 
-    max_nodes: int
+    max_nodes: bundles.Size
     min_probability: float
     max_depth: int | None
     paths: tuple[RankPath, ...] | None
-    step_ms: tuple[float, ...] = ()
-    level_ms: float = 0.0
-    reliability: tuple[tuple[float, ...], ...] = ()
-    sampled_trust: float = mapping.added_later(1.0)
+    step_ms: tuple[Milliseconds, ...] = ()
+    level_ms: MoreMilliseconds = 0.0
+    reliability: Annotated[tuple[tuple[float, float], ...], Len(0, MOST_POINTS)] = ()
+    sampled_trust: Annotated[float, Ge(0.01), Le(100)] = mapping.added_later(1.0)
     # Profiles of older versions list these two, which no growth has any more.
     truth: Any = mapping.added_later(None)
     draw: Any = mapping.added_later(None)
@@ -272,7 +313,8 @@ def from_json(data: Any) -> Profile:
     """Returns the profile of which `to_json` made `data`; raises UserError if it is damaged."""
     stored = mapping.from_mapping(_StoredProfile, data, "profile")
     candidates = tuple(each.candidate() for each in stored.candidates)
-    return Profile(stored.key, stored.costs, stored.curve, candidates, stored.chosen)
+    values = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Profile)}
+    return Profile(**values | {"candidates": candidates})
 
 
 @contextmanager
@@ -297,20 +339,25 @@ def write(profile: Profile) -> Path:
     return path
 
 
-def find(key: Key) -> Profile | None:
+def find(key: Key, *, is_noted: bool = True) -> Profile | None:
     """Returns the profile of `key`, or None if there is none or no cache folder. Warns of a damaged
-    profile and returns None."""
+    profile, where that `is_noted`, and returns None."""
     try:
         path = path_of(key)
     except ValueError:
         return None
     try:
-        profile = from_json(mapping.parse_json(path.read_bytes()))
+        profile = from_json(read_kept(path))
         if profile.key != key:
             raise UserError("it is of another machine or bundle")
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        log.warning("%s is ignored: %s; run spec-runtime tune again", path, error)
+        if is_noted:
+            log.warning(
+                "%s is ignored: %s; costs are measured anew, or run spec-runtime tune again",
+                path,
+                mapping.brief(error, 1000),
+            )
         return None
     return profile

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.errors import UserError
+from spec_runtime.files.kept import read_kept
 from spec_runtime.files.onnx_file import read_outline
 from spec_runtime.files.writing import (
     LockedError,
@@ -122,8 +123,8 @@ def _share_weights(new: Path, wanted: str | None) -> None:
     same = []
     for folder in new.parent.iterdir():
         with suppress(OSError, ValueError, KeyError, TypeError):
-            hashes = json.loads((folder / SEAL).read_bytes())["hashes"]
-            if hashes.get(WEIGHTS) == wanted is not None and _is_whole(folder):
+            hashes = read_kept(folder / SEAL)["hashes"]
+            if WEIGHTS in hashes and hashes[WEIGHTS] == wanted and _is_whole(folder):
                 same.append((folder, hashes))
     if same:
         with suppress(OSError):  # a file system without links
@@ -140,8 +141,10 @@ def _is_whole(folder: Path) -> bool:
     opening it. Others, such as copies on another disk, are hashed, and sealed again if they agree.
     """
     try:
-        seal = json.loads((folder / SEAL).read_bytes())
+        seal = read_kept(folder / SEAL)
         hashes, states = seal["hashes"], seal["states"]
+        if GRAPH not in hashes or not all((folder / name).is_file() for name in hashes):
+            return False
         if all(list(file_state(folder / name)) == states[name] for name in hashes):
             return True
         if any(sha256(folder / name) != hashes[name] for name in hashes):

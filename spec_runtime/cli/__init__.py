@@ -55,6 +55,7 @@ def _run(
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setFormatter(_OneLine())
     logging.getLogger("spec_runtime").handlers = [warnings]
+    logging.getLogger("spec_runtime").setLevel(logging.INFO)
     # typer's own way to run an app would catch some exceptions and word some errors itself.
     command = typer.main.get_command(app)
     if typed is not None:
@@ -111,7 +112,8 @@ def version() -> str:
 
 
 class _OneLine(logging.Formatter):
-    """Makes one line of a warning, which begins anew wherever the streamed text stands."""
+    """Makes one line of a warning or note, which begins anew wherever the streamed text stands."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"\nwarning: {visible(record.getMessage())}"
+        kind = "warning" if record.levelno >= logging.WARNING else "note"
+        return f"\n{kind}: {visible(record.getMessage())}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,15 +46,21 @@ def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile 
     takes a tenth of one), and keeps it where `find` looks for it, if that can be written.
 
     `entry` is the drafter's in the bundle's manifest, if it has one. Where another process measures
-    the same, its profile is waited for. Returns None for a context that is too short to measure.
+    the same, its profile is waited for. Costs that are not settled are measured again, and those of
+    the smaller spread are kept. Returns None for a context that is too short to measure.
     """
     if engine.target.max_length < LEAST_CONTEXT:
         return None
     try:
         with reserved(key):
-            profile = find(key)
-            if profile is None:
-                write(profile := _measured(engine, key, entry))
+            kept = find(key, is_noted=False)
+            if kept is not None and kept.is_settled:
+                return kept
+            profile = _measured(engine, key, entry)
+            if kept is not None:
+                steadier = min(profile, kept, key=lambda each: each.costs.spread)
+                profile = replace(steadier, takes=kept.takes + 1)
+            write(profile)
             return profile
     except LockedError:
         return _awaited(key) or _measured(engine, key, entry)
@@ -64,7 +71,7 @@ def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile 
 def _awaited(key: Key) -> Profile | None:
     """Returns the profile once another process has kept it; None if it never does."""
     end = time.monotonic() + WAIT_SECONDS
-    while (profile := find(key)) is None and time.monotonic() < end:
+    while (profile := find(key, is_noted=False)) is None and time.monotonic() < end:
         time.sleep(0.05)
     return profile
 
@@ -83,12 +90,14 @@ def _measured(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
     drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, num_tokens)
     costs = costs_of(passes, *drafting, run)
     chosen = _candidate(engine, recorder, costs, limit, entry)
-    log.warning(
-        "measured in %.1f s what drafts with %s cost on this machine, once for this bundle",
+    profile = Profile(key, costs, FIRST_USE, (chosen,), chosen.name)
+    log.info(
+        "measured in %.1f s what drafts with %s cost on this machine, once for this bundle%s",
         time.perf_counter() - begin,
         engine.drafter,
+        "" if profile.is_settled else "; it was busy: a later load measures it again",
     )
-    return Profile(key, costs, FIRST_USE, (chosen,), chosen.name)
+    return profile
 
 
 def _candidate(

@@ -123,7 +123,8 @@ def _passes(
     # what else runs on the machine only adds to a time
     ms = {each: round(1000 * float(np.quantile(t, 0.25)), 4) for each, t in taken.items()}
     verify = tuple((n, ms[n, wants]) for n in sorted(sizes) if (n, wants) in ms)
-    return PassCosts(target.length, verify, ms[1, LOGITS])
+    spread = statistics.median(statistics.median(t) / max(1e-9, min(t)) for t in taken.values())
+    return PassCosts(target.length, verify, ms[1, LOGITS], round(max(1.0, spread), 2))
 
 
 def without_lookup(proposer: Proposer) -> Proposer:
@@ -193,7 +194,9 @@ def costs_of(passes: Sequence[PassCosts], draft: float, level: float, run: Stats
     come from `run`."""
     host = sum(run.timings[phase] for phase in ("accept", "commit", "other"))
     host_ms = round(1000 * host / run.steps, 4)
-    near, *far = (replace(each, plain=round(each.plain + host_ms, 4)) for each in passes)
+    near, *far = (
+        replace(each, plain=round(each.plain + host_ms, 4), spread=1.0) for each in passes
+    )
     return Costs(
         near.verify,
         round(draft, 4),
@@ -203,4 +206,5 @@ def costs_of(passes: Sequence[PassCosts], draft: float, level: float, run: Stats
         round(1000 * run.prefill_seconds / max(1, run.prompt_tokens), 4),
         near.context,
         next(iter(far), None),
+        max(each.spread for each in passes),
     )

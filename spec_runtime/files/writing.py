@@ -159,7 +159,7 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
         raise UserError(
             f"{out} is a mount point, which cannot be replaced; name a folder inside it"
         )
-    found = _files_in(out)
+    found = files_in(out)
     if not found:
         return
     own = own_files(out)
@@ -171,7 +171,7 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
         )
 
 
-def _files_in(folder: Path) -> set[str]:
+def files_in(folder: Path) -> set[str]:
     """Returns the paths, relative to `folder`, of all that it holds, real folders left out."""
 
     def fail(error: OSError) -> None:

@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.bundle.manifest import MANIFEST, BundleError
+from spec_runtime.bundle.manifest import MANIFEST, Bundle, BundleError
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import replacing_folder, require_replaceable
+from spec_runtime.files.writing import (
+    OwnFiles,
+    files_in,
+    replacing_folder,
+    require_replaceable,
+)
 from spec_runtime.hub.client import Repository, in_one_line, open_client
 from spec_runtime.machine import cache_folder
 
@@ -57,7 +62,37 @@ def pull(
     """
     source = Repository.parse(repository, revision)
     out = Path("bundles", source.name.partition("/")[2]) if to is None else Path(to)
-    require_replaceable(out, bundles.own_files, "a bundle")  # before the network is asked
+    return _pull(source, out, bundles.own_files, on_progress)
+
+
+def open_cached(repository: str, verify: bool = True) -> Bundle:
+    """Opens the bundle "hf://org/name" or "hf://org/name@revision" in the user's cache. Fetches it
+    if it is not there or, with a warning, if `bundles.read` refuses what is there; asks the network
+    for nothing otherwise.
+
+    Raises as `pull` does.
+    """
+    source = Repository.parse(repository)
+    revision = "" if source.revision is None else "@" + quote(source.revision, safe="")
+    folder = cache_folder() / "hub" / f"{source.name.replace('/', '--')}{revision}"
+    if folder.is_dir():
+        try:
+            return bundles.read(folder, verify)
+        except BundleError as error:
+            log.warning("%s; %s is fetched anew", error, source)
+    log.info("fetching %s into %s", source, folder)
+    # What lies in a folder of the cache is the cache's own.
+    return bundles.read(_pull(source, folder, files_in), verify=False)
+
+
+def _pull(
+    source: Repository,
+    out: Path,
+    own_files: OwnFiles,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Path:
+    """Does what `pull` says; `own_files` are those that may be replaced at `out`."""
+    require_replaceable(out, own_files, "a bundle")  # before the network is asked
     client = open_client()
     with in_one_line(client, source, "read"):
         info = client.model_info(source.name, revision=source.revision, files_metadata=True)
@@ -67,28 +102,13 @@ def pull(
             f"{source}: got a repository without {MANIFEST}, expected a bundle, as spec-runtime "
             "push makes one"
         )
-    with replacing_folder(out, bundles.own_files, "a bundle") as folder:
+    with replacing_folder(out, own_files, "a bundle") as folder:
         parts = folder.with_name(f".{out.name}.pull")
         download = _Download(client, source, info.sha, parts, on_progress)
         with in_one_line(client, source, "read"):
             _fetch(download, sizes)
         _move(parts, folder, source)
     return out
-
-
-def cached(repository: str) -> Path:
-    """Returns the folder of the bundle "hf://org/name" or "hf://org/name@revision" in the user's
-    cache. Fetches it if it is not there, and asks the network for nothing otherwise.
-
-    Raises as `pull` does.
-    """
-    source = Repository.parse(repository)
-    revision = "" if source.revision is None else "@" + quote(source.revision, safe="")
-    folder = cache_folder() / "hub" / f"{source.name.replace('/', '--')}{revision}"
-    if (folder / MANIFEST).is_file():
-        return folder
-    log.info("fetching %s into %s", source, folder)
-    return pull(repository, folder)
 
 
 class _Download:

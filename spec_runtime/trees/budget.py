@@ -37,7 +37,7 @@ class Grown:
     min_probability: float = 0.0
     step_ms: tuple[float, ...] = ()
     level_ms: float = 0.0
-    reliability: tuple[tuple[float, ...], ...] = ()
+    reliability: tuple[tuple[float, float], ...] = ()
     sampled_trust: float = 1.0
     rate: float = 0.0
 

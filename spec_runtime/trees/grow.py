@@ -286,7 +286,8 @@ def _grow_along(root_token: int, truth: Sequence[int]) -> Growing:
 
 
 def _grow_static(root_token: int, paths: tuple[RankPath, ...], max_depth: int) -> Growing:
-    """Returns the nodes of `paths` down to `max_depth`; expands all inner nodes (EAGLE-1)."""
+    """Returns the nodes of `paths` down to `max_depth`; expands all inner nodes (EAGLE-1). Ranks
+    that the drafter has no candidates for are left out, and so are the nodes after them."""
     tree, expanded = TreeBuilder(root_token), TreeBuilder(root_token)
     node_of: dict[RankPath, int] = {(): 0}
     row_of = dict(node_of)  # path -> node in `expanded`, which holds no leaf
@@ -294,10 +295,14 @@ def _grow_static(root_token: int, paths: tuple[RankPath, ...], max_depth: int) -
     by_depth = sorted((path for path in paths if len(path) <= max_depth), key=len)
     first = 0
     for _, level in itertools.groupby(by_depth, key=len):
+        if first == len(expanded):
+            break
         id_NC, _ = yield expanded, first
         begin, first = first, len(expanded)
         for path in level:
             parent = path[:-1]
+            if parent not in row_of or path[-1] >= id_NC.shape[1]:
+                continue
             token = int(id_NC[row_of[parent] - begin, path[-1]])
             node_of[path] = tree.add(node_of[parent], token)
             if path in inner:

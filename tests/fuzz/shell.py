@@ -71,4 +71,4 @@ def _require_no_control(shown: str) -> None:
 
 
 def _is_news(line: str) -> bool:
-    return bool(line.strip()) and not line.startswith(("warning: ", "prompt skipped: "))
+    return bool(line.strip()) and not line.startswith(("warning: ", "note: ", "prompt skipped: "))

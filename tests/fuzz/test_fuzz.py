@@ -93,6 +93,12 @@ def test_a_plan_shares_cases_by_weight() -> None:
     assert len({batch.seed for batch in batches}) == len(batches)
 
 
+def test_the_page_of_reliability_says_what_each_kind_tries() -> None:
+    page = (Path(__file__).parents[2] / "docs/reliability.md").read_text()
+    table = page.partition("| kind | what is tried |")[2].partition("\n\n")[0]
+    assert {line.split(" | ")[0].strip("| ") for line in table.splitlines()[2:]} == {*KINDS}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_cases_are_json(name: str) -> None:
     cases = draw(KINDS[name], 30, 0)

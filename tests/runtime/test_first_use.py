@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 from small import toy_engine
 from toy_backend import ToyTarget
 from toy_bundle import write_bundle
@@ -16,12 +18,12 @@ from spec_runtime import profile
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.costs import first_use
 from spec_runtime.costs.measured import measure_passes
-from spec_runtime.profile import Gain, PassCosts
+from spec_runtime.profile import Gain, PassCosts, Profile
 from spec_runtime.proposers.adaptive import CONTEXT_ROWS, FIRST_REST, DraftPauser
 from spec_runtime.proposers.base import PlainProposer, WithoutRuns
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
-from spec_runtime.target import LOGITS
+from spec_runtime.target import LOGITS, Target
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
@@ -40,13 +42,16 @@ def test_a_bundle_is_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(first_use, "PASS_SECONDS", 60.0)  # no size is left out on a busy machine
+    monkeypatch.setattr(profile, "BUSY_SPREAD", 1e9)  # and none is measured again
+    caplog.set_level(logging.INFO, "spec_runtime")
     folder = write_bundle(tmp_path, ("parallelspec",))
     own = opened_anew(toy_graphs, folder, drafter=drafter, threads=1, profile=False)
     expected = own.generate("hello", max_new_tokens=30).token_ids
     assert not [*profile_cache.glob("*.json")]
     first = opened_anew(toy_graphs, folder, drafter=drafter, threads=1)
     (message,) = caplog.messages
-    assert f"what drafts with {drafter} cost on this machine" in message
+    assert message.endswith(f"drafts with {drafter} cost on this machine, once for this bundle")
+    assert caplog.records[0].levelno == logging.INFO, "a note, no warning"
     (file,) = profile_cache.glob("*.json")
     key = profile.key_of(bundles.read(folder, verify=False), drafter, 1)
     found = profile.find(key)
@@ -63,6 +68,66 @@ def test_a_bundle_is_measured_once(
     before = file.read_bytes()
     opened_anew(toy_graphs, folder, drafter=drafter, threads=1)
     assert (caplog.messages, file.read_bytes()) == ([message], before)
+
+
+class BusyTarget:
+    """Lets the fake clock go on by ten seconds a pass, and by up to forty while the machine
+    `is_busy`."""
+
+    def __init__(self, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_busy = True
+        self._num_passes = 0
+        verify = Target.verify
+
+        def timed(target: Target, *arguments: Any, **options: Any) -> Any:
+            self._num_passes += 1
+            clock.now += 10.0 + self.is_busy * 5.0 * (self._num_passes % 7)
+            return verify(target, *arguments, **options)
+
+        monkeypatch.setattr(Target, "verify", timed)
+
+
+def test_costs_of_a_busy_machine_are_measured_again_at_later_loads(
+    profile_cache: Path,
+    tmp_path: Path,
+    toy_graphs: list[ToyTarget],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr("time.perf_counter", clock.read)
+    monkeypatch.setattr(first_use, "PASS_SECONDS", 1e6)
+    caplog.set_level(logging.INFO, "spec_runtime")
+    machine = BusyTarget(clock, monkeypatch)
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    key = profile.key_of(bundles.read(folder, verify=False), "parallelspec", 1)
+
+    def load() -> Profile:
+        opened_anew(toy_graphs, folder, threads=1).with_drafter(None)
+        found = profile.find(key)
+        assert found is not None
+        return found
+
+    first = load()
+    assert (first.takes, first.is_settled) == (1, False)
+    assert first.costs.spread > profile.BUSY_SPREAD
+    assert caplog.messages[0].endswith("it was busy: a later load measures it again")
+    machine.is_busy = False
+    second = load()
+    assert (second.takes, second.is_settled, second.costs.spread) == (2, True, 1.0)
+    assert {ms for _, ms in second.costs.verify} == {10_000.0}
+    assert load() == second
+    assert len(caplog.messages) == 2, "once a load, and not once it is settled"
+    # on a machine that is always busy it is given up
+    profile.path_of(key).unlink()
+    machine.is_busy = True
+    spreads = {load().costs.spread for _ in range(2)}
+    third = load()
+    assert (third.takes, third.is_settled) == (3, True)
+    assert third.costs.spread <= min(spreads)
+    assert load() == third
+    profile.write(replace(third, takes=1, curve="run"))
+    assert load().is_settled, "what tune found is kept"
 
 
 def test_sizes_are_left_out_where_passes_are_slow() -> None:

@@ -24,7 +24,7 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.errors import UserError
 from spec_runtime.hub.client import Repository
-from spec_runtime.hub.pull import Progress, pull
+from spec_runtime.hub.pull import Progress, open_cached, pull
 from spec_runtime.hub.push import push
 
 NAME = "org/small"
@@ -197,6 +197,46 @@ def test_load_fetches_once(
     assert names == ["org--small", f"org--small@{commit}"]
     with pytest.raises(UserError, match="got repository"):
         spec_runtime.load("hf://small")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "a file more"])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff", None], ids=lambda c: f"{c!r:.9}")
+def test_a_damaged_bundle_in_the_cache_is_fetched_anew(
+    hub: FakeHub,
+    files: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    content: bytes | None,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    hub.add(NAME, files)
+    folder = open_cached("hf://org/small").path
+    (folder / name).unlink(missing_ok=True)
+    if content is None:
+        (folder / name / "x").mkdir(parents=True)
+    else:
+        (folder / name).write_bytes(content)
+    assert open_cached("hf://org/small").path == folder
+    notes = [message for message in caplog.messages if "is fetched anew" in message]
+    assert len(notes) == (name in files)
+    asked = len(hub.requests)
+    assert open_cached("hf://org/small").path == folder
+    assert len(hub.requests) == asked
+
+
+def test_a_damaged_bundle_stays_where_the_hub_cannot_be_reached(
+    hub: FakeHub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    hub.add(NAME, files)
+    folder = open_cached("hf://org/small").path
+    (folder / "tokenizer.json").write_bytes(b"")
+    hub.repositories.clear()
+    with pytest.raises(UserError):
+        open_cached("hf://org/small")
+    assert open_cached("hf://org/small", verify=False).path == folder
 
 
 # ---- what fails ----

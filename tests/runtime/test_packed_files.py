@@ -160,8 +160,22 @@ def cut_short(folder: Path) -> None:
     os.truncate(folder / WEIGHTS, 100)
 
 
+def seal_says(text: str) -> Callable[[Path], object]:
+    """Returns what writes `text` as the seal."""
+    return lambda folder: (folder / SEAL).write_text(text)
+
+
+def put_a_pipe(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
 DAMAGES: list[Callable[[Path], object]] = [
     overwrite_weights,
+    put_a_pipe,
+    *map(seal_says, ("[" * 100_000, "[]", '"hashes"', '{"hashes": NaN, "states": {}}', "\0")),
+    *map(seal_says, ('{"hashes": [], "states": []}', '{"hashes": {}, "states": {}}')),
+    seal_says('{"hashes": {"graph.onnx": 5}, "states": {"graph.onnx": [1e308]}}'),
     cut_short,
     lambda folder: overwrite(folder / packed_files.GRAPH, b"nothing of ONNX"),
     lambda folder: (folder / SEAL).unlink(),
@@ -184,6 +198,17 @@ def test_a_damaged_file_is_packed_anew(
     for _ in range(2):  # packed anew, and read
         assert answer(path) == 2.0 * WIDTH
     assert warnings.messages == ["packed weights of scale.onnx are damaged: they are packed anew"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"hashes": ["weights.bin"]}'])
+def test_a_damaged_seal_stops_no_other_graph(
+    text: str, tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    answer(write(tmp_path, 2.0))
+    (folder,) = packed_folders(cache)
+    (folder / SEAL).write_text(text)
+    assert answer(write(tmp_path, 3.0)) == 3.0 * WIDTH
+    assert warnings.messages == []
 
 
 def test_a_copy_of_the_files_is_as_good(

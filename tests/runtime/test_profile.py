@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy_backend import ToyTarget
@@ -14,7 +16,9 @@ from tuning import COSTS, KEY, opened_anew
 
 from spec_runtime import machine, profile
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.profile import PLAIN, Candidate, Gain, Key, Profile
+from spec_runtime.costs import first_use
+from spec_runtime.files.kept import MOST_BYTES
+from spec_runtime.profile import PLAIN, Candidate, Gain, Key, PassCosts, Profile
 from spec_runtime.proposers.adaptive import DraftPauser
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.trees.budget import Budget, Grown, Static
@@ -103,6 +107,201 @@ def test_a_damaged_profile_is_a_warning(
     (message,) = caplog.messages
     assert str(path) in message
     assert message.endswith("run spec-runtime tune again")
+
+
+FAR = PassCosts(1400, ((1, 19.0), (4, 33.0)), 20.0)
+VERIFY, CHOSEN = ("costs", "verify"), ("candidates", 1)
+BUDGET = (*CHOSEN, "budget")
+
+# Where a profile is tampered with, and what is put there.
+TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
+    (("costs", "far", "context"), 200),
+    (("costs", "far", "context"), 3),
+    (("costs", "far", "context"), 2**62),
+    (("costs", "far", "verify"), [[1, 19.0]]),
+    (("costs", "far", "verify"), [[1, 19.0], [5, 33.0]]),
+    (("costs", "far", "verify", 1, 1), 1e308),
+    (("costs", "far", "plain"), 1e308),
+    (("costs", "far"), []),
+    (("costs", "context"), -200),
+    (("costs", "context"), "200"),
+    ((*VERIFY, 1, 0), 1),
+    ((*VERIFY, 1, 0), 1e308),
+    ((*VERIFY, 1, 1), 1e308),
+    ((*VERIFY, 1, 1), 5e-324),
+    ((*VERIFY, 1), [4, 13.0, 1.0]),
+    (VERIFY, []),
+    (VERIFY, [[n, 13.0] for n in range(1, 9999)]),
+    (("costs", "plain"), 1e308),
+    (("costs", "plain"), 5e-324),
+    (("costs", "draft"), 1e308),
+    (("costs", "level"), -1.0),
+    (("costs", "host"), True),
+    (("costs", "prefill"), 1e308),
+    ((*BUDGET, "max_nodes"), 10**10),
+    ((*BUDGET, "step_ms", 0), 1e308),
+    ((*BUDGET, "step_ms", 0), 0.0),
+    ((*BUDGET, "level_ms"), 1e308),
+    ((*BUDGET, "reliability"), [[0.5, 0.4, 0.1]]),
+    ((*BUDGET, "reliability"), [[i / 9999, i / 9999] for i in range(1, 9999)]),
+    ((*BUDGET, "sampled_trust"), 1e308),
+    ((*BUDGET, "sampled_trust"), 5e-324),
+    ((*BUDGET, "paths"), [[0], [0, 10**9, 0]]),
+    ((*CHOSEN, "speedup"), 1e-300),
+    ((*CHOSEN, "accepted_length"), -1.0),
+    ((*CHOSEN, "sampled_gain", "speedup"), 1e308),
+    ((*CHOSEN, "nodes"), 0),
+    (("key", "threads"), 1.0),
+]
+
+
+def tampered(stored: Profile, at: tuple[str | int, ...], value: Any) -> str:
+    """Returns the profile as its file has it, with another value at this place."""
+    document = profile.to_json(stored)
+    within: Any = document
+    for key in at[:-1]:
+        within = within[key]
+    within[at[-1]] = value
+    return json.dumps(document)
+
+
+@pytest.mark.first_use
+@pytest.mark.parametrize(("at", "value"), TAMPERED, ids=lambda given: f"{given!s:.60}")
+def test_a_tampered_profile_is_dropped_and_measured_anew(
+    profile_cache: Path,
+    tmp_path: Path,
+    toy_graphs: list[ToyTarget],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    at: tuple[str | int, ...],
+    value: Any,
+) -> None:
+    monkeypatch.setattr(first_use, "PASS_SECONDS", 0.0)
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
+    whole = replace(some_profile(PAYING, key), costs=replace(COSTS, context=200, far=FAR))
+    path = profile.write(whole)
+    assert profile.find(key) == whole
+    expected = opened_anew(toy_graphs, folder, drafter="none", threads=1)
+    path.write_text(tampered(whole, at, value))
+    engine = opened_anew(toy_graphs, folder, threads=1)
+    asked = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
+    for options in ({"max_new_tokens": 30}, asked):
+        answer = engine.generate("hello", **options)  # type: ignore[arg-type]
+        assert answer.token_ids == expected.generate("hello", **options).token_ids  # type: ignore[arg-type]
+    note = caplog.messages[0]
+    assert str(path) in note
+    assert "costs are measured anew" in note
+    assert len([each for each in caplog.messages if "is ignored" in each]) == 1
+    assert profile.find(key) not in (None, whole), "it is overwritten"
+
+
+def test_a_profile_is_used_where_options_leave_less_room(
+    profile_cache: Path, tmp_path: Path, toy_graphs: list[ToyTarget]
+) -> None:
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
+    most = opened_anew(toy_graphs, folder, threads=1, profile=False).target.max_nodes
+    grown = Budget(most, growth=Grown(0.01, (1.0,) * most, 0.5, ((0.5, 0.4),)))
+    static = Budget(most, growth=Static(tuple((rank,) for rank in range(most - 1))))
+    for budget in (grown, static):
+        profile.write(some_profile(budget, key))
+        whole = opened_anew(toy_graphs, folder, threads=1)
+        strict = opened_anew(toy_graphs, folder, threads=1, strict=True)
+        assert (whole.budget.max_nodes, strict.budget.max_nodes) == (most, most - 1)
+        answers = [each.generate("hello", max_new_tokens=9).token_ids for each in (whole, strict)]
+        assert answers[0] == answers[1]
+
+
+def test_costs_of_a_far_context_that_was_slow_stay_positive() -> None:
+    slow = replace(FAR, verify=((1, 1e5), (4, 1e5)), plain=1e5)
+    costs = replace(COSTS, context=200, far=slow).at(0)
+    assert costs == replace(COSTS, verify=((1, 4.5), (4, 6.5)), plain=5.0, context=200)
+    assert min(costs.step_ms(4)) > 0
+
+
+def a_folder(path: Path) -> None:
+    (path / "x").mkdir(parents=True)
+
+
+def a_loop_of_links(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def an_unreadable_file(path: Path) -> None:
+    path.write_text("{}")
+    path.chmod(0)
+
+
+def an_endless_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+
+
+def nested(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def not_a_number(path: Path) -> None:
+    path.write_text('{"key": NaN}')
+
+
+def not_utf8(path: Path) -> None:
+    path.write_bytes(b'{"key": "\xff"}')
+
+
+def a_folder_for_a_lock(path: Path) -> None:
+    path.write_text("{")
+    path.with_name(f".{path.name}.lock").mkdir()
+
+
+def a_loop_for_a_lock(path: Path) -> None:
+    path.write_text("{")
+    lock = path.with_name(f".{path.name}.lock")
+    lock.symlink_to(lock)
+
+
+def a_file_for_the_folder(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("")
+
+
+def a_loop_for_the_folder(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.symlink_to(path.parent)
+
+
+IN_ITS_PLACE = (
+    *(a_folder, a_loop_of_links, a_pipe, an_unreadable_file, an_endless_file),
+    *(nested, not_a_number, not_utf8, a_folder_for_a_lock, a_loop_for_a_lock),
+    *(a_file_for_the_folder, a_loop_for_the_folder),
+)
+
+
+@pytest.mark.first_use
+@pytest.mark.parametrize("put", IN_ITS_PLACE, ids=lambda put: put.__name__)
+def test_whatever_is_in_the_place_of_a_profile_requests_are_answered(
+    profile_cache: Path,
+    tmp_path: Path,
+    toy_graphs: list[ToyTarget],
+    monkeypatch: pytest.MonkeyPatch,
+    put: Callable[[Path], None],
+) -> None:
+    monkeypatch.setattr(first_use, "PASS_SECONDS", 0.0)
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
+    path = profile.path_of(key)
+    path.parent.mkdir(parents=True)
+    put(path)
+    plain = opened_anew(toy_graphs, folder, drafter="none", threads=1)
+    expected = plain.generate("hello", max_new_tokens=9).token_ids
+    engine = opened_anew(toy_graphs, folder, threads=1)
+    assert isinstance(engine.proposer, DraftPauser)
+    assert engine.generate("hello", max_new_tokens=9).token_ids == expected
 
 
 def test_the_processor_has_a_name(tmp_path: Path) -> None:

@@ -131,6 +131,13 @@ def test_a_static_tree_has_exactly_its_paths() -> None:
     assert grow(0, guesses, budget.within(0)).num_nodes == 1
 
 
+def test_a_static_tree_goes_without_ranks_that_the_drafter_has_not() -> None:
+    guesses = Guesses(np.array([[7, 8], [4, 5], [1, 2]]), np.zeros((3, 2)))
+    ranks = ((0,), (2,), (0, 1), (2, 0), (0, 10**9), (0, 10**9, 0), (0, 1, 3))
+    assert paths(grow(0, guesses, Budget.static(ranks))) == [[7], [7, 5]]
+    assert grow(0, guesses, Budget.static(((5,), (5, 0)))).num_nodes == 1
+
+
 def test_a_static_tree_level_by_level() -> None:
     table = Table(1)
     tree = grow_by_levels(1, table.expand, Budget(7, growth=Static(STATIC)), 5, max_width=1)

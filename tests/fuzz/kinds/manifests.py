@@ -42,6 +42,9 @@ SENSITIVE: dict[tuple[Any, ...], SearchStrategy[Any]] = {
     ("drafters", 0, "trees", "max_nodes"): st.integers(-2, 40) | mutations.values(),
     ("drafters", 0, "trees", "min_probability"): st.floats(0, 1) | mutations.values(),
     ("drafters", 0, "trees", "lookup_nodes"): st.integers(-2, 40) | mutations.values(),
+    ("drafters", 1, "trees"): st.fixed_dictionaries(
+        {"paths": st.lists(st.lists(st.integers(-1, 4), max_size=3), max_size=5)}
+    ),
     ("drafters", 0, "calibration", "reliability"): st.lists(st.lists(st.floats(0, 1), max_size=3)),
     ("drafters", 1, "calibration", "accuracy"): st.lists(st.lists(st.floats(0, 1), max_size=3)),
     ("tokenizer", "special_ids", "eos"): st.lists(st.integers(-1, 300) | mutations.values()),
