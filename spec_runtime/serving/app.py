@@ -54,7 +54,7 @@ class BodyRoute(APIRoute):
         handle, field = super().get_route_handler(), self.body_field
         if field is None:
             return handle
-        kind = field.field_info.annotation
+        kind = cast(type[BaseModel], field.field_info.annotation)
 
         async def read(request: Request) -> Response:
             return await handle(BodyRequest(kind, request))
