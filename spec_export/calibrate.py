@@ -96,9 +96,9 @@ def run(
     on_prompt: is called with the drafter, the prompts done and their number.
     on_skip: is called with the reason for each prompt left out because it exceeds the context.
     on_found: is called with each drafter and its calibration, before anything is stored.
-    Returns the calibrations by drafter, see bundle.DrafterInfo. Raises UserError for a damaged
-    bundle, an unknown drafter, or if no prompt can be used, and UserError or OSError, before
-    anything is measured, if the manifest cannot be written.
+    Returns the calibrations by drafter, see bundle.manifest.DrafterInfo. Raises UserError for a
+    damaged bundle, an unknown drafter, or if no prompt can be used, and UserError or OSError,
+    before anything is measured, if the manifest cannot be written.
     """
     opened = bundles.read(bundle)
     manifest = opened.manifest
@@ -216,7 +216,8 @@ def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:
 
 
 def summarise(seen: Sequence[Answer]) -> dict[str, Any]:
-    """Returns the calibration as bundle.DrafterInfo has it; raises UserError without answers."""
+    """Returns the calibration as bundle.manifest.DrafterInfo has it. Raises UserError without
+    answers."""
     answers = [answer for answer in seen if answer.nodes]
     if not answers:
         raise UserError(

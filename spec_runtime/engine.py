@@ -1,6 +1,6 @@
 """Generates text with one drafter on one target, reusing the KV rows of a common prefix.
 
-A thin layer over generate.py (tokens) and text.py (text). An engine remembers which tokens the
+A thin layer over generate.py (tokens) and text/ (text). An engine remembers which tokens the
 target's cache holds, as long as no other engine has taken the target.
 """
 

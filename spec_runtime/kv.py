@@ -206,7 +206,7 @@ def _shape(parent_N: np.ndarray, block: int | None) -> tuple[np.ndarray, np.ndar
 
 
 def open_cache(form: str, capacity: int) -> Cache:
-    """Returns a cache that feeds graphs of this form (see bundle.Graph)."""
+    """Returns a cache that feeds graphs of this form (see bundle.manifest.Graph)."""
     kinds: dict[str, type[SlotCache] | type[ContiguousCache]] = {
         "slots": SlotCache,
         "contiguous": ContiguousCache,

@@ -223,7 +223,7 @@ class Target:
 
     def feature_rows(self, begin: int, end: int) -> np.ndarray:
         """Returns which rows i64[end - begin] of the target's banks hold the features of these
-        committed positions, for graphs that keep them there (see bundle.BANK)."""
+        committed positions, for graphs that keep them there (see bundle.manifest.BANK)."""
         assert isinstance(self._cache, SlotCache), self._cache
         return self._cache.slots(begin, end)
 

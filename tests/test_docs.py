@@ -2,10 +2,12 @@
 
 import ast
 import json
+import pkgutil
 import re
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -284,6 +286,19 @@ def test_every_public_error_is_on_the_page_of_errors() -> None:
         assert not is_error or f"`{name}`" in page
 
 
+def test_the_python_on_the_page_of_errors_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for error, said in (
+        (spec_runtime.ContextLengthError(9, 7), "Please leave out 2 tokens."),
+        (spec_runtime.ContextLengthError(9, 7, "characters"), "Please leave out 2 characters."),
+        (spec_runtime.UserError("got x", param="seed"), "seed: got x"),
+    ):
+        engine = mock.Mock(generate=mock.Mock(side_effect=error))
+        exec(code, {"engine": engine, "prompt": "x", "temperature": 0})
+        assert capsys.readouterr().out == f"{said}\n"
+
+
 def test_commands_and_manifest_are_written_from_the_code() -> None:
     text = reference.commands("spec_runtime")
     assert "## spec-runtime audit" in text
@@ -292,3 +307,40 @@ def test_commands_and_manifest_are_written_from_the_code() -> None:
     manifest = reference.manifest()
     assert "| `taps` | list of integer |" in manifest
     assert "| `drafters` | list of [DrafterInfo](#drafterinfo) |" in manifest
+
+
+# ---- names that texts give
+
+
+def said_in(file: Path) -> str:
+    """Returns a page, or the docstrings and comments of a Python file."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return text
+    return "\n".join(re.findall(r'^ *r?"""(?s:.*?)"""|#.*', text, re.MULTILINE))
+
+
+def test_every_file_and_every_name_in_a_package_that_texts_give_exists() -> None:
+    """Results name the scripts of their own commits."""
+    folders = [
+        ROOT / name for name in ("spec_runtime", "spec_export", "tools", "tests", "examples")
+    ]
+    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    paths = [f"/{named(file)}" for file in sources]
+    packages = {
+        file.parent.name: ".".join(file.relative_to(ROOT).parent.parts)
+        for file in sources
+        if file.name == "__init__.py" and file.parents[1] == ROOT / "spec_runtime"
+    }
+    pages = [page for page in PAGES if page.parent.name != "results"]
+    for file in [README, *pages, *sources]:
+        if ROOT / "tests" in file.parents:
+            continue
+        text = said_in(file)
+        for name in re.findall(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b", text):
+            assert any(path.endswith(f"/{name}") for path in paths), (named(file), name)
+        for name in re.findall(r"(?<![\w./])([a-z_]+(?:\.[A-Za-z_]\w+)+)\b", text):
+            package, *rest = name.split(".")
+            is_field = name in ("text.format", "text.verbosity")  # of a request
+            if package in packages and rest[-1] not in ("py", "md") and not is_field:
+                pkgutil.resolve_name(f"{packages[package]}.{'.'.join(rest)}")

@@ -48,9 +48,9 @@ def fuse(
 
     features, mask_ids, repeat_feature, mask_reads_token (the root's token is added to mask_ids) and
     first_token (that of row 0) say what the drafter reads, as its manifest entry does. Its output
-    pair_log_probs f32[D - 1, C, C], if there, conditions its guesses, see trees.Guesses. D is the
-    number of guesses and so the depth of the deepest node. Each part of the state is an input
-    `state.X` and an output `state.X.out`:
+    pair_log_probs f32[D - 1, C, C], if there, conditions its guesses, see trees.guesses.Guesses. D
+    is the number of guesses and so the depth of the deepest node. Each part of the state is an
+    input `state.X` and an output `state.X.out`:
 
     token i64[N] (-1: no node), parent i64[N], depth i64[N], ancestor bool[N, N] (A above), slot
     i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]

@@ -57,7 +57,7 @@ def open_graph(
     """Opens one of a bundle's graphs with KV buffers of `capacity` slots.
 
     `runtime` None is the CPU with as many threads as this process may use. KV buffers are shared
-    with `share`, and banks (see bundle.BANK) with `banks`, where the names agree. Raises
+    with `share`, and banks (see bundle.manifest.BANK) with `banks`, where the names agree. Raises
     UserError for a file that this machine's runtime cannot load.
     """
     runtime = runtime or Runtime()

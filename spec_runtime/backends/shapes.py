@@ -15,7 +15,7 @@ MIN_MASK = 256  # the least width that masks are cut to; the next ones double
 
 
 def is_cache(spec: TensorSpec) -> bool:
-    """Returns whether it is a KV buffer or a bank (bundle.BANK), before or after a step."""
+    """Returns whether it is a KV buffer or a bank (bundle.manifest.BANK) of a step."""
     return spec.name.startswith((KV, BANK))
 
 

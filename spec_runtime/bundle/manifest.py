@@ -575,7 +575,7 @@ def own_files(folder: Path) -> set[str] | None:
     """Returns the files of the bundle in `folder`, missing ones too; None if it holds no bundle.
 
     The manifest says which these are, also that of a damaged bundle or of another version.
-    `files.replacing_folder` takes this function to know what it may replace.
+    `files.writing.replacing_folder` takes this function to know what it may replace.
     """
     manifest_file = folder / MANIFEST
     try:

@@ -15,9 +15,9 @@ Nothing here trusts the acceptance code:
    beyond a near tie is real.
 
 A sound audit is expected to call 0.01 divergences and 0.01 rows real by mistake; the figures say
-how many exactly. With a temperature the gap is that of log p + Gumbel noise (sampling.py), in the
-units of the logits. Acceptance by rejection shares no noise with plain decoding, so that nothing
-can be compared token by token: distribution_test.py tests it instead.
+how many exactly. With a temperature the gap is that of log p + Gumbel noise (sampling/sampler.py),
+in the units of the logits. Acceptance by rejection shares no noise with plain decoding, so that
+nothing can be compared token by token: distribution_test.py tests it instead.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Answers:
         self.form = AnswerForm()
         self._prepare, self._num_prompts = prepare, num_prompts
         self._results: dict[int, GenerationResult] = {}
-        self._texts: dict[int, str] | None = None if is_stream else {}  # so far, of each choice
+        # of each choice so far, in pieces: joined anew each time they would take ever longer
+        self._texts: dict[int, list[str]] | None = None if is_stream else {}
         self._metrics = metrics
         self._timeout = timeout
         self._begun = time.monotonic()
@@ -96,7 +97,7 @@ class Answers:
         """Counts a chunk as it comes. Raises ApiError for an answer that a stop has cut off."""
         now = time.monotonic()
         if self._texts is not None and chunk.text:
-            self._texts[index] = self._texts.get(index, "") + chunk.text
+            self._texts.setdefault(index, []).append(chunk.text)
         if chunk.token_ids:
             is_first = index not in self._last
             if is_first:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from spec_runtime import Engine
 from spec_runtime.serving import tokens
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
-from spec_runtime.serving.errors import MESSAGES, RESPONSES, Json, add_handlers
+from spec_runtime.serving.errors import MESSAGES, RESPONSES, Json, add_handlers, parsed
 from spec_runtime.serving.guards import guarded
 from spec_runtime.serving.ignored import noted
 from spec_runtime.serving.models import LendingApp, Models, models_of
@@ -24,9 +27,42 @@ from spec_runtime.serving.responses.requests import ResponsesRequest
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings
+from spec_runtime.serving.streams import unless_gone
+from spec_runtime.serving.threads import SMALL
 from spec_runtime.serving.tokens import DetokenizeRequest, TokenizeRequest
 
-router = APIRouter()
+
+class BodyRequest(Request):
+    """A request whose body becomes an object of `kind`, in a thread if it is long."""
+
+    def __init__(self, kind: type[BaseModel], request: Request) -> None:
+        super().__init__(request.scope, request.receive)
+        self._kind = kind
+
+    async def json(self) -> BaseModel:
+        body = await self.body()
+        if len(body) <= SMALL:
+            return parsed(self._kind, body)
+        work = partial(parsed, self._kind, body)
+        return await unless_gone(self.receive, _models(self).reading.run(work))
+
+
+class BodyRoute(APIRoute):
+    """Gives FastAPI bodies that are read already, for it would read them in the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, field = super().get_route_handler(), self.body_field
+        if field is None:
+            return handle
+        kind = cast(type[BaseModel], field.field_info.annotation)
+
+        async def read(request: Request) -> Response:
+            return await handle(BodyRequest(kind, request))
+
+        return read
+
+
+router = APIRouter(route_class=BodyRoute)
 
 
 def make_app(engine: Engine, settings: Settings) -> ASGIApp:
@@ -86,7 +122,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 @router.get(f"{RESPONSES}/{{name}}")
 async def response(name: str, request: Request) -> Response:
     """Returns a response that is kept."""
-    return Json(_models(request).kept.get(name, "response_id").response)
+    kept = _models(request).kept.response(name, "response_id")
+    return Response(kept, media_type=Json.media_type)
 
 
 @router.delete(f"{RESPONSES}/{{name}}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -59,6 +60,10 @@ class LimitedConnection(HttpToolsProtocol):
         """Begins to answer. Raises ValueError for too many requests, which the parser passes on."""
         self._num_unread = 0
         self._limit(guards.BODY_SECONDS + LATE_SECONDS)
+        if not self.url.startswith((b"/", b"*")):  # "http://name/path", or CONNECT's "name:port"
+            authority = re.sub(rb".*?://", b"", self.url, count=1)
+            scope = cast(dict[str, Any], self.scope)
+            scope[guards.AUTHORITY] = re.split(b"[/?#]", authority)[0].decode("latin-1")
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             raise ValueError(f"got more than {MAX_PIPELINED} requests before the first's answer")

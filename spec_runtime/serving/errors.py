@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -21,6 +22,7 @@ from spec_runtime.serving.ignored import DEFAULTS
 from spec_runtime.waiting.admission import QueueFull
 
 MAX_MESSAGE = 1200  # characters
+MOST_PROBLEMS = 1000  # of a body, that are looked at
 GONE = 499  # what logs call a client that did not wait for its answer
 MESSAGES = "/v1/messages"  # Anthropic's address
 RESPONSES = "/v1/responses"
@@ -57,6 +59,8 @@ INSTEAD = {
     **dict.fromkeys(("functions", "function_call"), "'tools' and 'tool_choice'"),
 }
 
+Model = TypeVar("Model", bound=BaseModel)
+
 log = logging.getLogger("spec_runtime")
 
 
@@ -80,11 +84,12 @@ class ApiError(HTTPException):
         said = {"message": self.detail, "type": kind, "param": param, "code": code}
         self.body: dict[str, dict[str, Any]] = {"error": said}
 
-    def with_texts(self, texts: Mapping[int, str] | None) -> ApiError:
-        """Adds what there is so far of the choices that were not complete, if the client has not
-        got it as a stream."""
+    def with_texts(self, texts: Mapping[int, Sequence[str]] | None) -> ApiError:
+        """Adds what there is so far of the choices that were not complete, in pieces, if the client
+        has not got it as a stream."""
         if texts:
-            partial = [{"index": index, "text": text} for index, text in sorted(texts.items())]
+            found = sorted(texts.items())
+            partial = [{"index": index, "text": "".join(pieces)} for index, pieces in found]
             self.body["error"]["partial"] = partial
         return self
 
@@ -215,6 +220,18 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """Answers a mistake of ours, which goes on to the log."""
     return response(internal_error(), request.url.path)
+
+
+def parsed(kind: type[Model], body: bytes) -> Model:
+    """Returns the object that a body of JSON is. Raises ApiError if it is none of this kind, and
+    ValueError if it is no JSON."""
+    try:
+        return kind.model_validate(json.loads(body))
+    except ValidationError as error:
+        if (number := error.error_count()) > MOST_PROBLEMS:  # a million would take 10 s to describe
+            message = f"got a body with {number} mistakes, expected one that /openapi.json allows"
+            raise ApiError(400, message, code="invalid_value") from None
+        raise refusal(error.errors()) from None
 
 
 def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -40,6 +40,7 @@ OPEN_PATHS = ("/", "/health", "/ready")  # need no key: the page has no data, pr
 BODY_SECONDS = 30.0  # in which a client has to send its body
 NOTICE_SECONDS = 1.0  # in which a client has to take the notice that the server is stopping
 MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that the client hears why
+AUTHORITY = "specsplit.authority"  # the key of a scope: the server's name in a request's target
 MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (
     *OPEN_PATHS,
@@ -61,7 +62,7 @@ def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = 
     return CORSMiddleware(
         inner,
         allow_origins=settings.cors_origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         allow_private_network=True,
         expose_headers=("X-Request-Id", "Retry-After", HEADER),
@@ -140,8 +141,10 @@ class Guards:
         rebinding): its scripts could then ask a server that listens on loopback only.
         """
         headers = Headers(scope=scope)
-        names = [plain_host(host) for host in headers.getlist("host")]
-        if self._hosts is not None and (len(names) != 1 or names[0] not in self._hosts):
+        hosts = headers.getlist("host")
+        targets = [scope[AUTHORITY]] if AUTHORITY in scope else []
+        names = {plain_host(name) for name in (*hosts, *targets)}
+        if self._hosts is not None and (len(hosts) != 1 or not names.issubset(self._hosts)):
             message = "The server is not known by this name; --allow-host adds one."
             raise ApiError(403, message, code="unknown_host")
         if self._key is None or scope["path"] in OPEN_PATHS:

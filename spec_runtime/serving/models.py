@@ -19,9 +19,12 @@ from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.responses.store import ResponseStore
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.streams import unless_gone
+from spec_runtime.serving.threads import Threads
 
 PLAIN = "none"  # the drafter that every engine has
 LENT = "specsplit.lent"  # the key of a request's scope that holds the services lent to it
+
+NUM_READING, MOST_READING = 2, 64  # threads, and long bodies that wait for them
 
 log = logging.getLogger("spec_runtime")
 
@@ -106,6 +109,7 @@ class Models:
         self._models = list(models)
         self._by_name = {name: model for model in self._models for name in model.names}
         self.metrics, self.kept = metrics, kept
+        self.reading = Threads(NUM_READING, MOST_READING)  # of long bodies
         self.started = int(time.time())
         self._most_open = len(self._models) if most_open is None else most_open
         self._timeout = timeout
@@ -231,6 +235,7 @@ class Models:
                 model.opening.cancel()
         for _, opened in self._open_ones():
             await opened.service.close()
+        await self.reading.close()
 
 
 def models_of(service: Service) -> Models:

@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, SamplingParams, Step
+from spec_runtime import Engine, GenerationResult, SamplingParams, Step
 from spec_runtime.lanes.answering import undrafted
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.answers import Answers
-from spec_runtime.serving.schemas import ChatMessage
+from spec_runtime.serving.schemas import ChatMessage, List
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.streams import event_of
 from spec_runtime.text.prompt import Prompt
@@ -45,7 +45,7 @@ class PageRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[List[ChatMessage], Field(min_length=1)]
     drafter: Annotated[bool, Field(strict=True)] = True
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -106,13 +106,13 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
 
     answers = service.begin(prepare, is_stream=True, observe=observe)
     drafter = engine.drafter if body.drafter else "none"
-    events = _events(answers, engine, drafter, calls, recorders)
+    events = _events(answers, service, drafter, calls, recorders)
     return service.event_stream(request, answers, events)
 
 
 async def _events(
     answers: Answers,
-    engine: Engine,
+    service: Service,
     drafter: str,
     calls: list[Call],
     recorders: list[TreeRecorder],
@@ -121,15 +121,26 @@ async def _events(
         if chunk.token_ids or chunk.pieces:
             pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
+    yield await service.writing.run(
+        lambda: _last_event(answers.results[0], service.engine, drafter, calls[0], recorders)
+    )
+
+
+def _last_event(
+    result: GenerationResult,
+    engine: Engine,
+    drafter: str,
+    call: Call,
+    recorders: list[TreeRecorder],
+) -> str:
     tree = recorders[0].last if recorders else None
     shown = None if tree is None else shown_tree(engine.tokenizer, drafter, *tree)
-    result = answers.results[0]
     stats = result.stats
     figures = {
         "drafter": drafter,
         "precision": engine.target.precision,
         "finish_reason": result.finish_reason,
-        "prompt_ids": calls[0].prompt,
+        "prompt_ids": call.prompt,
         "token_ids": result.token_ids,
         "steps": stats.steps,
         "tokens_per_second": stats.tokens_per_second,
@@ -137,7 +148,7 @@ async def _events(
         "acceptance_by_depth": stats.acceptance_by_depth,
         "prefill_seconds": stats.prefill_seconds,
     }
-    yield event_of({"result": figures, "tree": shown})
+    return event_of({"result": figures, "tree": shown})
 
 
 def shown_tree(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> dict[str, Any]:

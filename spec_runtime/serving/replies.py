@@ -11,6 +11,7 @@ from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
 from spec_runtime.requests.call_reader import joined
+from spec_runtime.serving.threads import SMALL
 from spec_runtime.text.stream import REPLACEMENT, TextStream
 from spec_runtime.text.tokenizer import Codec
 
@@ -88,6 +89,12 @@ def whole_chunk(result: GenerationResult) -> Chunk:
     )
 
 
+def is_small(chunk: Chunk) -> bool:
+    """Says whether a chunk is a piece of text that is short, without log-probabilities."""
+    size = len(chunk.text) + sum(len(part.text) for part in chunk.parts)
+    return chunk.result is None and chunk.logprobs is None and size <= SMALL
+
+
 class TokenTexts:
     """Writes tokens and their log-probabilities as text; `ending` are ids that are left out, since
     the text has nothing of them."""
@@ -96,11 +103,15 @@ class TokenTexts:
         self._decode, self._spelled = codec.decode, codec.spelled
         self._ending = ending
         self._before = codec.encode(WORD, special_tokens=False)
+        self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
         """Returns a token's text as it is after a word."""
-        known, text = self._decode(self._before), self._decode([*self._before, token])
-        return text[len(known) :] if text.startswith(known) else self._decode([token])
+        if token not in self._texts:
+            known, text = self._decode(self._before), self._decode([*self._before, token])
+            is_after = text.startswith(known)
+            self._texts[token] = text[len(known) :] if is_after else self._decode([token])
+        return self._texts[token]
 
     def tokens_of_choice(self) -> ShownTokens:
         """Returns what says which tokens of a choice are shown."""

@@ -39,7 +39,10 @@ Whole = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 Flag = Annotated[bool, Strict()]
 Penalty = Annotated[Number, Ge(-2), Le(2)]
-Ids = list[Annotated[Whole, Ge(0)]]
+Item = TypeVar("Item")
+# Of a list with many mistakes only the first is described: a million take a gigabyte.
+List = Annotated[list[Item], Field(fail_fast=True)]
+Ids = List[Annotated[Whole, Ge(0)]]
 
 
 def _not_zero(number: int) -> int:
@@ -58,7 +61,7 @@ OPENAIS: dict[str, Any] = {
     "temperature": Annotated[Number, Ge(0), Le(2)],
     "top_k": Annotated[Whole, Ge(-1)],  # -1 and 0 are off
     "top_p": Annotated[Number, Ge(0), Le(1)],
-    "stop": str | Annotated[list[str], MaxLen(MAX_STOPS)],
+    "stop": str | Annotated[List[str], MaxLen(MAX_STOPS)],
     "presence_penalty": Penalty,
     "frequency_penalty": Penalty,
     "logit_bias": dict[Annotated[int, Ge(0)], Annotated[Number, Ge(-100), Le(100)]],
@@ -89,7 +92,7 @@ def _in_json(hint: Any) -> Any:
         kind, *bounds = get_args(hint)
         return Annotated[(_in_json(kind), *bounds)]
     if get_origin(hint) in (list, tuple):
-        return list[_in_json(get_args(hint)[0])]  # type: ignore[misc]
+        return List[_in_json(get_args(hint)[0])]  # type: ignore[misc]
     members = members_of(hint)
     if len(members) > 1:
         return Union[tuple(_in_json(each) for each in get_args(hint))]  # noqa: UP007
@@ -197,7 +200,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | List[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as the engine takes it; templates know `developer` as `system`."""
@@ -211,15 +214,15 @@ class ChatMessage(BaseModel):
 class ChatRequest(_Request):
     """Holds the body of a request to /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[List[ChatMessage], Field(min_length=1)]
     max_tokens: SomeTokens | None = None
     max_completion_tokens: SomeTokens | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[dict[str, Any]], MaxLen(128)] | None = None
+    tools: Annotated[List[dict[str, Any]], MaxLen(128)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
     add_special_tokens: Literal[False] | None = None  # the chat template writes BOS
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -286,7 +289,7 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """Holds the body of a request to /v1/completions."""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | List[str] | Ids | List[Ids]
     add_special_tokens: Flag | None = None  # BOS before texts, where the tokenizer adds it
     echo: Flag | None = None
     logprobs: Annotated[Whole, Ge(0), Le(MAX_COMPLETION_LOGPROBS)] | None = None

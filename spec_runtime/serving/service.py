@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
+from spec_runtime import Chunk, Engine, SamplingParams, TokenLogprob
 from spec_runtime.constraints.tools import answer_or_call, format_of_choice, strict_calls
 from spec_runtime.errors import UserError
 from spec_runtime.lanes.answering import (
@@ -29,13 +29,14 @@ from spec_runtime.serving.anthropic.replies import MessageReply
 from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serving.errors import ApiError, Json, as_api_error
 from spec_runtime.serving.metrics import Metrics
-from spec_runtime.serving.replies import Echo, TokenTexts
+from spec_runtime.serving.replies import Echo, TokenTexts, is_small
 from spec_runtime.serving.responses.replies import ResponseReply
-from spec_runtime.serving.responses.requests import ResponsesRequest
+from spec_runtime.serving.responses.requests import ResponsesRequest, messages_of
 from spec_runtime.serving.responses.store import ResponseStore
 from spec_runtime.serving.schemas import ChatMessage, ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.streams import EventStream, unless_gone
+from spec_runtime.serving.threads import Threads
 from spec_runtime.serving.writers import ChatWriter, ChoicesReply, CompletionWriter, Reply
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 from spec_runtime.text.messages import Tools
@@ -43,8 +44,8 @@ from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.waiting.admission import Admission
 
 STUCK_SECONDS = 10.0  # a long prompt is prepared in a few tenths, and read in many steps
-
-Work = TypeVar("Work")
+NUM_COUNTING, MOST_COUNTING = 2, 32  # threads, and requests for the tokens of texts
+NUM_WRITING = 2
 
 
 class Service:
@@ -74,6 +75,8 @@ class Service:
         )
         self.queue = EngineQueue(self.batch, self.admission)
         self.batch.open_beside()
+        self.counting = Threads(NUM_COUNTING, MOST_COUNTING)  # of texts for clients
+        self.writing = Threads(NUM_WRITING)  # of answers, whose number admission limits
 
     @property
     def is_ready(self) -> bool:
@@ -85,55 +88,52 @@ class Service:
     async def close(self) -> None:
         """Ends all requests, and closes the engine."""
         await self.queue.close()
+        await self.counting.close()
+        await self.writing.close()
         self._drafting.clear()  # closing them would close the tokenizer again
         await asyncio.to_thread(self.engine.close)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
+        self._require_few(body.num_choices)
         writer = ChatWriter(self.settings.name, self._texts(body))
-        return await self._chat(body, request, ChoicesReply(writer, body.stream_options))
+        reply = ChoicesReply(writer, body.stream_options)
+        return await self._chat(body, request, reply, lambda: body)
 
     async def messages(self, body: MessagesRequest, request: Request) -> Response:
         """Answers /v1/messages, as the chat that says the same."""
         reply, thinks = MessageReply(self.settings.name, body.thinks), body.thinks
-        return await self._chat(body.as_chat(), request, reply, body.is_begun, thinks=thinks)
+        return await self._chat(body, request, reply, body.as_chat, body.is_begun, thinks=thinks)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answers /v1/responses, as the chat that says the same after what is kept."""
-        before, previous = None, body.previous_response_id
-        if previous is not None:
-            before = self.kept.get(previous, "previous_response_id")
-        body = body.with_items(self.kept.item)
-        chat = body.as_chat(() if before is None else before.items)
+        messages: list[dict[str, Any]] = []  # of the conversation; `as_chat` fills this
+
+        def as_chat() -> ChatRequest:
+            if (previous := body.previous_response_id) is not None:
+                messages.extend(self.kept.messages(previous, "previous_response_id"))
+            messages[:] = messages_of(body.found_items(self.kept.item), messages)
+            return body.as_chat(messages)
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                self.kept.keep(response, before, body.items)
+                self.kept.keep(response, messages_of(response["output"], messages))
 
-        reply = ResponseReply(self.settings.name, body.repeated(), self._texts(chat), keep)
-        return await self._chat(chat, request, reply, field="input")
+        texts = TokenTexts(self.engine.tokenizer, frozenset(self._eos))
+        reply = ResponseReply(self.settings.name, body.repeated(), texts, keep)
+        return await self._chat(body, request, reply, as_chat, field="input")
 
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
         """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
-        chat = body.as_chat()
 
-        def encode() -> list[int]:
+        def count() -> Response:
+            chat = body.as_chat()
             template_kwargs = chat.template_kwargs(self.engine.tokenizer.template, body.thinks)
             tools = chat.usable_tools
-            return self.encode_messages(chat.messages, tools, body.is_begun, template_kwargs)
+            ids = self.encode_messages(chat.messages, tools, body.is_begun, template_kwargs)
+            return Json({"input_tokens": len(ids)})
 
-        return Json({"input_tokens": len(await self.in_preparation(encode, request))})
-
-    async def in_preparation(self, work: Callable[[], Work], request: Request) -> Work:
-        """Returns what `work` does, in its turn in the thread that prepares requests."""
-        found: list[Work] = []
-
-        def prepare() -> list[Call]:
-            found.append(work())
-            return []
-
-        await self._results(self.begin(prepare, False), request)
-        return found[0]
+        return await unless_gone(request.receive, self.counting.run(count))
 
     def encode_messages(
         self,
@@ -153,21 +153,24 @@ class Service:
 
     async def _chat(
         self,
-        body: ChatRequest,
+        asked: ChatRequest | MessagesRequest | ResponsesRequest,
         request: Request,
         reply: Reply,
+        as_chat: Callable[[], ChatRequest],
         is_begun: bool = False,
         field: str = "messages",
         thinks: bool | None = None,
     ) -> Response:
-        """Answers a chat, whose last message is the beginning of the answer if it `is_begun`.
-        `field` is the request's that holds the messages. `thinks` says whether the model is to
-        think, None leaves that to the request's further fields."""
-        self._require_few(body.num_choices)
-        codec, tools = self.engine.tokenizer, body.usable_tools
+        """Answers the chat that `as_chat` makes of what is asked, whose last message is the
+        beginning of the answer if it `is_begun`. `field` is the request's that holds the messages.
+        `thinks` says whether the model is to think, None leaves that to the request's further
+        fields."""
+        codec = self.engine.tokenizer
         family = "" if codec.template is None else codec.template.tool_family
 
         def prepare() -> list[Call]:
+            body = as_chat()
+            tools = body.usable_tools
             template_kwargs = body.template_kwargs(codec.template, thinks)
             ids = self.encode_messages(body.messages, tools, is_begun, template_kwargs, field)
             prompt = self._encoded(ids, field)
@@ -184,8 +187,8 @@ class Service:
                 call.form = replace(call.form, tools=tools, at_most=at_most)
             return calls
 
-        observe = self._with(body.drafter)
-        return await self._answer(request, prepare, reply, bool(body.stream), observe=observe)
+        observe = self._with(asked.drafter)
+        return await self._answer(request, prepare, reply, bool(asked.stream), observe=observe)
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
@@ -263,16 +266,32 @@ class Service:
         answers = self.begin(prepare, is_stream, num_prompts, observe)
         if is_stream:
             request.scope["log"]["stream"] = True
-            return self.event_stream(request, answers, reply.events(answers))
-        return Json(reply.whole(await self._results(answers, request)))
+            return self.event_stream(request, answers, self._events(answers, reply))
 
-    async def _results(self, answers: Answers, request: Request) -> list[GenerationResult]:
-        """Waits for all answers of a request and returns them."""
+        async def collect() -> Response:
+            results = await answers.collect()
+            return await self.writing.run(lambda: Json(reply.whole(results)))
+
         try:
-            return await unless_gone(request.receive, answers.collect())
+            return await unless_gone(request.receive, collect())
         finally:
             answers.close()
             _note_results(request, answers)
+
+    async def _events(self, answers: Answers, reply: Reply) -> AsyncGenerator[str, None]:
+        """Yields the events of a stream. Chunks of a few words more of the same kind are written
+        here; the first of an answer may repeat its prompt, and others what has come so far."""
+        kinds: dict[int, str] = {}  # of each choice's last part
+        async for index, chunk in answers:
+
+            def write(index: int = index, chunk: Chunk = chunk) -> str:
+                return "".join(reply.events(answers, index, chunk))
+
+            kind = kinds.get(index)
+            goes_on = kind is not None and all(part.kind == kind for part in chunk.parts)
+            kinds[index] = chunk.parts[-1].kind if chunk.parts else kind or ""
+            yield write() if goes_on and is_small(chunk) else await self.writing.run(write)
+        yield await self.writing.run(lambda: "".join(reply.last_events(answers)))
 
     def _encoded(self, prompt: str | list[int], field: str, has_bos: bool = True) -> list[int]:
         """Returns the ids of the text or ids in this field of the request, within the limits of

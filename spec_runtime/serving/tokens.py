@@ -11,8 +11,9 @@ from starlette.responses import Response
 from spec_runtime.errors import UserError
 from spec_runtime.serving.errors import Json
 from spec_runtime.serving.replies import TokenTexts
-from spec_runtime.serving.schemas import ChatMessage, Flag, Ids
+from spec_runtime.serving.schemas import ChatMessage, Flag, Ids, List
 from spec_runtime.serving.service import Service
+from spec_runtime.serving.streams import unless_gone
 
 
 class TokenizeRequest(BaseModel):
@@ -23,8 +24,8 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: List[ChatMessage] | None = None
+    tools: List[dict[str, Any]] | None = None
     add_special_tokens: Flag | None = None  # to a text: BOS, where the tokenizer adds it
     add_generation_prompt: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -58,27 +59,33 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
         template_kwargs = body.chat_template_kwargs
         return service.encode_messages(body.messages or [], body.tools, is_begun, template_kwargs)
 
-    ids = await service.in_preparation(encode, request)
-    reply: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.engine.target.max_length,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
-        texts = TokenTexts(codec, frozenset())
-        reply["token_strs"] = [texts.text(token) or codec.spelled([token]) for token in ids]
-    return Json(reply)
+    def answer() -> Response:
+        ids = encode()
+        reply: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": service.engine.target.max_length,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            texts = TokenTexts(codec, frozenset())
+            reply["token_strs"] = [texts.text(token) or codec.spelled([token]) for token in ids]
+        return Json(reply)
+
+    return await unless_gone(request.receive, service.counting.run(answer))
 
 
 async def detokenize(service: Service, body: DetokenizeRequest, request: Request) -> Response:
     """Answers /detokenize: the text with the names of control tokens, as /tokenize reads it."""
     most = service.engine.target.vocab_size - 1
-    if body.tokens and max(body.tokens) > most:
-        message = f"got token id {max(body.tokens)}, expected 0 to {most}"
-        raise UserError(message, param="tokens")
     codec = service.engine.tokenizer
-    text = await service.in_preparation(lambda: codec.spelled(body.tokens), request)
-    return Json({"prompt": text})
+
+    def answer() -> Response:
+        if body.tokens and max(body.tokens) > most:
+            message = f"got token id {max(body.tokens)}, expected 0 to {most}"
+            raise UserError(message, param="tokens")
+        return Json({"prompt": codec.spelled(body.tokens)})
+
+    return await unless_gone(request.receive, service.counting.run(answer))
 
 
 def tokenizer_info(service: Service) -> Response:

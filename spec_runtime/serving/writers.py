@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
@@ -32,8 +32,12 @@ class Reply(Protocol):
         """Returns the whole reply."""
         ...
 
-    def events(self, answers: Answers) -> AsyncGenerator[str, None]:
-        """Yields the server-sent events of a stream."""
+    def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
+        """Yields the server-sent events of a stream for a chunk of the choice `index`."""
+        ...
+
+    def last_events(self, answers: Answers) -> Iterator[str]:
+        """Yields the events after all chunks."""
         ...
 
 
@@ -62,23 +66,25 @@ class ChoicesReply:
         self._writer = writer
         self._options = stream_options or StreamOptions()
         self._num_prompts = num_prompts
+        self._num_tokens = 0  # of a stream, so far
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         choices = [self._writer.whole(index, result) for index, result in enumerate(results)]
         return self._writer.heading.reply(choices, usage(results, self._num_prompts))
 
-    async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
-        """Yields the events up to OpenAI's last one, [DONE]."""
-        heading, options, num_tokens = self._writer.heading, self._options, 0
-        more: Object = {"usage": None} if options.include_usage else {}
-        async for index, chunk in answers:
-            num_tokens += len(chunk.token_ids)
-            if options.continuous_usage_stats:
-                more["usage"] = counted(answers.prompt_tokens, num_tokens)
-            for choice in self._writer.parts(index, chunk):
-                yield event_of(heading.chunk(choice, **more))
-        if options.include_usage:
-            yield event_of(heading.chunk(usage=usage(answers.results, self._num_prompts)))
+    def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
+        more: Object = {"usage": None} if self._options.include_usage else {}
+        self._num_tokens += len(chunk.token_ids)
+        if self._options.continuous_usage_stats:
+            more["usage"] = counted(answers.prompt_tokens, self._num_tokens)
+        for choice in self._writer.parts(index, chunk):
+            yield event_of(self._writer.heading.chunk(choice, **more))
+
+    def last_events(self, answers: Answers) -> Iterator[str]:
+        """Yields the usage, if it is asked for, and OpenAI's last event, [DONE]."""
+        if self._options.include_usage:
+            told = usage(answers.results, self._num_prompts)
+            yield event_of(self._writer.heading.chunk(usage=told))
         yield "data: [DONE]\n\n"
 
 

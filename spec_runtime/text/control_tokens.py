@@ -87,7 +87,8 @@ class ControlTokens:
         )
         with no_panics(self._file):
             tokenizer, id_of = self._fenced_tokenizer()
-            encoding = tokenizer.encode(fenced.replace(MARK, ""), add_special_tokens=False)
+            texts = [fenced.replace(MARK, "")]
+            (encoding,) = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         found = [id_of.get(number, number) for number in encoding.ids]
         if sum(number in self._control_ids for number in found) != num_names:
             raise UserError(

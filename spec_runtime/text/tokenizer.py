@@ -126,7 +126,9 @@ class Tokenizer:
         if is_marked and (MARK in text or self._controls.reads_unmarked):
             return self._controls.encode(text, special_tokens)
         with tokenizer_file.no_panics(self._file):
-            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+            # Of the library's calls only those for several texts let other threads go on meanwhile.
+            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+            return list(found[0].ids)
 
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
         """See Codec.marked."""
@@ -142,7 +144,8 @@ class Tokenizer:
 
     def _decoded(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         with tokenizer_file.no_panics(self._file):
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            several = [list(ids)]
+            return str(self._tokenizer.decode_batch(several, skip_special_tokens)[0])
 
     def matcher(
         self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None

@@ -1,9 +1,9 @@
 """Says which drafted tokens the target will draw, by the random numbers that it will draw with.
 
 Above temperature 0 the target's token is the argmax of log p + g, with Gumbel noise g that depends
-only on seed, position and token (sampling.py). So the noise is known before p is: a drafter that
-expects q in place of p expects the token whose log q + g is largest, not the one whose q is. The
-token is the target's own draw all the same: trees may follow the noise, and no token changes.
+only on seed, position and token (sampling/sampler.py). So the noise is known before p is: a drafter
+that expects q in place of p expects the token whose log q + g is largest, not the one whose q is.
+The token is the target's own draw all the same: trees may follow the noise, and no token changes.
 Daliri, Musco and Suresh (2024, "Coupling without Communication and Drafter-Invariant Speculative
 Decoding") share the noise so.
 """

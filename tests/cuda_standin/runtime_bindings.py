@@ -1,7 +1,7 @@
 """Imitates cuda.bindings.runtime over the stand-in's libcudart: the calls that spec_runtime makes.
 
-A build puts this file at cuda/bindings/runtime.py. As in the real module, every function returns a
-tuple: the error, then what the call of C returns through pointers.
+A build makes this file the module cuda.bindings.runtime. As in the real module, every function
+returns a tuple: the error, then what the call of C returns through pointers.
 """
 
 from __future__ import annotations

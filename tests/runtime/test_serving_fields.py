@@ -11,6 +11,7 @@ import pytest
 from served import CHAT, COMPLETIONS, HELLO, choice_of, post, served, stream, toy_engine
 
 from spec_runtime import UserError
+from spec_runtime.serving.app import router
 from spec_runtime.serving.settings import Settings
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
@@ -168,11 +169,11 @@ def test_fields_of_other_servers_that_change_nothing_are_named_in_a_header(
 # ---- other sites' scripts ----
 
 
-def asked_first(client: Any, origin: str, **headers: str) -> Any:
+def asked_first(client: Any, origin: str, method: str = "POST", **headers: str) -> Any:
     """Returns what a browser hears that asks whether a script may send JSON with a key."""
     asks = {
         "Origin": origin,
-        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Method": method,
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
     }
     return client.options(CHAT, headers={**asks, **headers})
@@ -196,6 +197,12 @@ def test_scripts_of_a_named_site_may_ask() -> None:
             assert reply.headers["access-control-allow-origin"] == SITE
             assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
             assert "access-control-allow-credentials" not in reply.headers
+
+        methods = {each for route in router.routes for each in getattr(route, "methods", ())}
+        assert {"GET", "POST", "DELETE"} <= methods
+        for method in methods - {"HEAD"}:  # of which browsers ask nothing first
+            assert asked_first(client, SITE, method).status_code == 200, method
+        assert asked_first(client, SITE, "PUT").status_code == 400
 
         other = "https://chat.example"
         assert asked_first(client, other).status_code == 400

@@ -362,6 +362,35 @@ def test_broken_requests_are_refused_and_do_no_harm(monkeypatch: pytest.MonkeyPa
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("GET http://localhost/health", 200),
+        ("GET HTTP://LOCALHOST.:80/health", 200),
+        ("GET http://[::1]:8000/health", 200),
+        ("GET http://evil.example/health", 403),
+        ("GET https://evil.example:443/health?a=//localhost/", 403),
+        ("GET http://localhost.evil.example/health", 403),
+        ("GET http://evil.example@localhost/health", 403),
+        ("GET http://localhost@evil.example/health", 403),
+        ("GET http://[::2]/health", 403),
+        ("GET http://evil.example", 400),
+        ("GET //evil.example/health", 404),
+        ("OPTIONS *", 404),
+        ("CONNECT evil.example:443", 400),
+        ("GET evil.example:443", 400),
+    ],
+)
+def test_a_target_names_the_server_as_well(line: str, status: int) -> None:
+    """Host has to be a known name too, and X-Forwarded-Host changes nothing."""
+    for host, right in (("localhost", status), ("evil.example", 400 if status == 400 else 403)):
+        with served(hosts=("localhost", "::1")) as server, connect(server.port) as connection:
+            forwarded = "evil.example" if host == "localhost" else "localhost"
+            more = f"Host: {host}\r\nX-Forwarded-Host: {forwarded}\r\n\r\n"
+            connection.sendall(f"{line} HTTP/1.1\r\n{more}".encode())
+            assert connection.recv(65536).split()[1] == b"%d" % right
+
+
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 DATA = json.dumps(BODY)
 POST = (

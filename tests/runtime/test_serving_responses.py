@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_what_is_asked_for_is_the_chats() -> None:
         "text": {"format": {"type": "text"}, "verbosity": "low"},
     }
     body = ResponsesRequest.model_validate(asked)
-    chat = body.as_chat(())
+    chat = body.as_chat(HELLO)
     function = {"name": "look_up", "parameters": PERSON, "strict": True}
     assert chat.tools == [{"type": "function", "function": function}]
     assert chat.tool_choice == {"type": "function", "function": {"name": "look_up"}}
@@ -241,7 +242,7 @@ def test_what_is_asked_for_is_the_chats() -> None:
     options = chat.options(99)
     expected = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 20}
     assert options.items() >= expected.items()
-    free = ResponsesRequest(input="hello").as_chat(()).options(99)
+    free = ResponsesRequest(input="hello").as_chat(HELLO).options(99)
     assert (free["temperature"], free["max_new_tokens"]) == (1, 99)
 
 
@@ -383,30 +384,73 @@ def test_what_shall_not_be_stored_is_not(client: Any) -> None:
     assert client.get(f"{RESPONSES}/{found['id']}").status_code == 404
 
 
-def responded(name: str, text: str = "x") -> dict[str, Any]:
-    return {"id": name, "output": [{"role": "assistant", "content": text}]}
+def responded(name: str, text: str = "x", **more: Any) -> dict[str, Any]:
+    return {"id": name, "output": [{"id": f"msg_{name}", "content": text}], **more}
 
 
 def test_the_store_is_bounded_by_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = ResponseStore()
     monkeypatch.setattr(store, "MOST_RESPONSES", 3)
     for name in "abc":
-        kept.keep(responded(name), None, HELLO)
-    kept.get("a", "")  # which makes it the last used
-    kept.keep(responded("d"), kept.get("c", ""), HELLO)
-    assert len(kept.get("d", "").items) == 4
-    with pytest.raises(ApiError, match="'b' not found"):
-        kept.get("b", "")
+        kept.keep(responded(name), HELLO)
+    kept.response("a", "")  # which makes it the last used
+    kept.keep(responded("d"), [*kept.messages("c", ""), *HELLO])
+    assert kept.messages("d", "") == HELLO * 2
+    for find in (kept.response, kept.messages):
+        with pytest.raises(ApiError, match="'b' not found"):
+            find("b", "")
+    with pytest.raises(ApiError, match="'msg_b' not found"):
+        kept.item("msg_b")
+    assert json.loads(kept.response("d", "")) == responded("d")
+    assert kept.item("msg_d") == responded("d")["output"][0]
     assert len(kept) == 3
     monkeypatch.setattr(store, "MOST_BYTES", 2000)
-    kept.keep(responded("e", 900 * "x"), None, HELLO)
+    kept.keep(responded("e", 900 * "x"), HELLO)
     assert len(kept) == 1
-    kept.keep(responded("f", 3000 * "x"), kept.get("e", ""), HELLO)
+    kept.keep(responded("f", 3000 * "x"), HELLO)
     assert len(kept) == 0
-    kept.keep(responded("g", 900 * "x"), None, HELLO)
+    kept.keep(responded("g", 900 * "x"), HELLO)
     kept.remove("g", "")
-    kept.keep(responded("h", 900 * "x"), None, HELLO)
+    kept.keep(responded("h", 900 * "x"), HELLO)
     assert len(kept) == 1
+
+
+def test_the_store_takes_no_more_memory_than_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty lists take three bytes of JSON, and seventy as objects."""
+    monkeypatch.setattr(store, "MOST_BYTES", 1 << 20)
+    kept = ResponseStore()
+    tools = json.dumps([[]] * 50_000)
+    tracemalloc.start()
+    for number in range(12):
+        kept.keep(responded(str(number), tools=json.loads(tools)), HELLO)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 800_000 < held < 1_200_000
+
+
+def test_items_are_found_by_the_servers_ids_only(client: Any) -> None:
+    """One client's items are found neither by ids that it gave them, nor by another's id."""
+    mine = {"type": "message", "id": "msg_1", "role": "user", "content": "a secret"}
+    found = post(client, RESPONSES, **{**BODY, "input": [mine]})
+    answered = found["output"][0]
+    forged = {**answered, "content": "another's"}
+    post(client, RESPONSES, **{**BODY, "input": [forged, *HELLO]})  # a second client
+    for name, status in (("msg_1", 404), (answered["id"], 200)):
+        items = [{"type": "item_reference", "id": name}, *HELLO]
+        reply = client.post(RESPONSES, json={**BODY, "input": items})
+        assert reply.status_code == status, reply.text
+    whole = post(client, RESPONSES, **{**BODY, "input": [answered, *HELLO]})
+    assert text_of(reply.json()) == text_of(whole)
+
+
+def test_an_item_is_referred_to_once(client: Any) -> None:
+    """Many references to a long item would make a short request a very long one."""
+    (item,) = post(client, RESPONSES, **BODY)["output"]
+    items = [{"type": "item_reference", "id": item["id"]}] * 2
+    reply = client.post(RESPONSES, json={**BODY, "input": [*HELLO, *items]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "input")
+    assert "twice, expected each item once" in error["message"]
 
 
 # ---- refusals ----

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,10 @@ class Panicking:
     class PanicException(BaseException):
         pass
 
-    def encode(self, text: str, add_special_tokens: bool) -> None:
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
         raise self.PanicException("index out of\nbounds")
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> None:
+    def decode_batch(self, ids: list[list[int]], skip_special_tokens: bool) -> None:
         raise self.PanicException("index out of bounds")
 
 
@@ -87,6 +89,36 @@ def test_panics_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             ValueError, match=r"^the tokenizer tokenizer\.json fails: index out of bounds; build"
         ):
             call()
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_other_threads_go_on_while_a_text_is_encoded_or_decoded(
+    folder: Path, is_marked: bool
+) -> None:
+    """A server's event loop stood still for a second for each megabyte."""
+    tokenizer = Tokenizer(bundle.read(folder, verify=False))
+    text = tokenizer.marked("<eos>") * is_marked + "abc " * 20_000
+    counts: list[int] = []
+    count = 0
+
+    def work() -> None:
+        ids = tokenizer.encode(text, True, is_marked=is_marked)
+        tokenizer.spelled(ids)
+        for call in (
+            lambda: tokenizer.encode(text, True, is_marked),
+            lambda: tokenizer.decode(ids),
+        ):
+            before = count
+            call()
+            counts.append(count - before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(1e-5)  # where the other thread keeps the interpreter, this ends after its call
+        count += 1
+    assert min(counts) > 5
+    assert tokenizer.decode(tokenizer.encode("abc", True)) == "abc"
 
 
 def test_a_bundles_tokenizer_follows_grammars(folder: Path) -> None:

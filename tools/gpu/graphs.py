@@ -227,7 +227,7 @@ def trace_target(backbone: Any) -> Any:
 
 
 def write_target(traced: Any, attention: str, path: Path) -> bundles.Graph:
-    """Writes the graph in the slots form with one of bundle.ATTENTIONS.
+    """Writes the graph in the slots form with one of bundle.manifest.ATTENTIONS.
 
     `traced` itself is not changed.
     """

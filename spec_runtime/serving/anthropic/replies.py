@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part
@@ -32,6 +32,7 @@ class MessageReply:
     def __init__(self, model: str, shows_thinking: bool = True) -> None:
         self._model = model
         self._shows_thinking = shows_thinking
+        self._is_begun = False
         self._num_blocks = 0  # of a stream, that have begun
         self._open = ""  # the kind of the block that has begun and not ended
         self._calls = ShownCalls()
@@ -48,19 +49,19 @@ class MessageReply:
         end = _end(result, bool(result.tool_calls))
         return {**self._message(), "content": content, **end, "usage": _usage(result)}
 
-    async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
-        """Yields the events up to message_stop.
+    def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
+        """Yields the events for one chunk.
 
         What the prompt has cost is known in the end: only then is it said how much of it was
         reused.
         """
-        is_begun = False
-        async for _, chunk in answers:
-            if not is_begun:
-                is_begun = True
-                yield typed_event_of(self._start(answers.prompt_tokens))
-            for event in self.parts(chunk):
-                yield typed_event_of(event)
+        if not self._is_begun:
+            self._is_begun = True
+            yield typed_event_of(self._start(answers.prompt_tokens))
+        yield from map(typed_event_of, self.parts(chunk))
+
+    def last_events(self, answers: Answers) -> Iterator[str]:
+        return iter(())
 
     def parts(self, chunk: Chunk) -> Iterator[Object]:
         """Yields the events for one chunk of the answer; the last chunk's end the message."""

@@ -18,7 +18,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 from spec_runtime.serving.errors import NO_THREADS
 from spec_runtime.serving.ignored import Tolerant
-from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, Number, Whole, has
+from spec_runtime.serving.schemas import ChatMessage, ChatRequest, Flag, List, Number, Whole, has
 
 Object = dict[str, Any]
 # The blocks that may stand in a message of each role.
@@ -38,7 +38,7 @@ class Turn(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Object]
+    content: str | List[Object]
 
 
 class Tool(BaseModel):
@@ -112,9 +112,9 @@ class CountRequest(Tolerant):
     """Holds the body of a request to /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[Object] | None = None
-    tools: Annotated[list[Tool], MaxLen(128)] | None = None
+    messages: Annotated[List[Turn], Field(min_length=1)]
+    system: str | List[Object] | None = None
+    tools: Annotated[List[Tool], MaxLen(128)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
@@ -123,7 +123,7 @@ class CountRequest(Tolerant):
     thread: Object | None = None  # a conversation that the server keeps: refused, see as_chat
 
     # Taken as null or empty only.
-    mcp_servers: Annotated[list[Object], MaxLen(0)] | None = None
+    mcp_servers: Annotated[List[Object], MaxLen(0)] | None = None
 
     # Taken and ignored.
     cache_control: Object | None = None
@@ -208,7 +208,7 @@ class MessagesRequest(CountRequest):
     """Holds the body of a request to /v1/messages."""
 
     max_tokens: Annotated[Whole, Ge(1)]
-    stop_sequences: Annotated[list[Annotated[str, MinLen(1)]], MaxLen(MAX_STOPS)] | None = None
+    stop_sequences: Annotated[List[Annotated[str, MinLen(1)]], MaxLen(MAX_STOPS)] | None = None
     stream: Flag | None = None
     temperature: Annotated[Number, Ge(0), Le(1)] | None = None
     top_p: Annotated[Number, Ge(0), Le(1)] | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
@@ -63,11 +63,11 @@ class ResponseReply:
         response: Object = last["response"]
         return response
 
-    async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
-        """Yields the events up to response.completed or response.incomplete."""
-        async for _, chunk in answers:
-            for event in self.parts(chunk, answers.form):
-                yield typed_event_of(event)
+    def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
+        yield from map(typed_event_of, self.parts(chunk, answers.form))
+
+    def last_events(self, answers: Answers) -> Iterator[str]:
+        return iter(())
 
     def parts(self, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
         """Yields the events for one chunk of an answer of this form; the last chunk's end the
@@ -174,6 +174,9 @@ class _Places:
 
     def push(self, chunk: Chunk, form: AnswerForm) -> Iterator[tuple[Part, Shown]]:
         """Yields a chunk's parts, each with the tokens that it shows."""
+        if chunk.logprobs is None:  # none are asked for
+            yield from ((part, []) for part in chunk.parts)
+            return
         self._answer += chunk.text
         self._waiting.extend(self._tokens.take(chunk))
         for part in chunk.parts:

@@ -6,7 +6,7 @@ Unknown fields are refused, and known ones without an effect on the answer are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen
@@ -20,6 +20,7 @@ from spec_runtime.serving.schemas import (
     ChatMessage,
     ChatRequest,
     Flag,
+    List,
     Number,
     Whole,
     has,
@@ -57,7 +58,7 @@ class ResponsesRequest(Tolerant):
     """Holds the body of a request to /v1/responses."""
 
     model: str | None = None
-    input: str | list[Object]
+    input: str | List[Object]
     instructions: str | None = None
     max_output_tokens: Annotated[Whole, Ge(1)] | None = None
     previous_response_id: str | None = None
@@ -66,10 +67,10 @@ class ResponsesRequest(Tolerant):
     temperature: Annotated[Number, Ge(0), Le(2)] | None = None
     top_p: Annotated[Number, Ge(0), Le(1)] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[Object], MaxLen(128)] | None = None
+    tools: Annotated[List[Object], MaxLen(128)] | None = None
     tool_choice: str | Object | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None  # LOGPROBS; others are ignored
+    include: List[str] | None = None  # LOGPROBS; others are ignored
     top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Object | None = None
     parallel_tool_calls: Flag | None = None
@@ -87,7 +88,7 @@ class ResponsesRequest(Tolerant):
     # Taken and ignored.
     stream_options: Object | None = None
     service_tier: str | None = None
-    context_management: list[Object] | None = None
+    context_management: List[Object] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -116,20 +117,26 @@ class ResponsesRequest(Tolerant):
             return [{"role": "user", "content": self.input}]
         return self.input
 
-    def with_items(self, find: Callable[[str], Object]) -> ResponsesRequest:
-        """Returns the request with the items that it refers to, which `find` finds by their ids."""
-        items = [
-            find(item["id"]) if item.get("type") == "item_reference" and has(item, "id") else item
-            for item in self.items
-        ]
-        return self.model_copy(update={"input": items})
+    def found_items(self, find: Callable[[str], Object]) -> Iterator[Object]:
+        """Yields the items, among them those that the request refers to, which `find` finds by
+        their ids. Raises UserError for one that is referred to twice: a short request would so
+        become a very long one."""
+        names = set()
+        for item in self.items:
+            if item.get("type") == "item_reference" and has(item, "id"):
+                if item["id"] in names:
+                    name = brief(item["id"], 80)
+                    message = f"got item_reference {name} twice, expected each item once"
+                    raise UserError(message, param="input")
+                names.add(item["id"])
+                item = find(item["id"])
+            yield item
 
-    def as_chat(self, before: Sequence[Object]) -> ChatRequest:
-        """Returns the chat that says the same; `before` are the items of the conversation so far.
-        Raises UserError for items and tools that cannot be served."""
-        messages = messages_of([*before, *self.items])
+    def as_chat(self, messages: Sequence[Object]) -> ChatRequest:
+        """Returns the chat that says the same; `messages` are those of the conversation. Raises
+        UserError for tools that cannot be served."""
         if self.instructions is not None:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+            messages = [{"role": "system", "content": self.instructions}, *messages]
         if not messages:
             raise UserError("got input [], expected at least one message", param="input")
         format = self._format
@@ -172,10 +179,11 @@ class ResponsesRequest(Tolerant):
         return {**said, "truncation": "disabled", "store": self.store is not False}
 
 
-def messages_of(items: Sequence[Object]) -> list[Object]:
-    """Returns the messages of a chat for the items of a conversation: calls join the assistant's
-    message before them. Raises UserError for an item that cannot be served."""
-    found: list[Object] = []
+def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[Object]:
+    """Returns the messages of a chat for the items of a conversation, after the messages that go
+    before: calls join the assistant's message before them. Raises UserError for an item that cannot
+    be served."""
+    found = [*before]
     thoughts = ""  # that no message has yet
     for number, item in enumerate(items):
         kind = item.get("type", "message")
