@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import parse_json
 from spec_runtime.files.writing import require_regular_file
-from spec_runtime.mapping import parse_json
 
 MOST_BYTES = 1 << 20  # ours have a few thousand
 

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import MANIFEST, Bundle, BundleError
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.writing import (
     OwnFiles,
     files_in,
@@ -24,7 +25,6 @@ from spec_runtime.files.writing import (
     require_replaceable,
 )
 from spec_runtime.hub.client import Repository, in_one_line, open_client
-from spec_runtime.machine import cache_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -28,18 +28,19 @@ from served import (
     wait_until,
 )
 
-from spec_runtime.requests.answer import AnswerForm
-from spec_runtime.serving import app, errors, models, replies, service
-from spec_runtime.serving.anthropic.requests import CountRequest, MessagesRequest
-from spec_runtime.serving.errors import ApiError, parsed
-from spec_runtime.serving.page import PageRequest
-from spec_runtime.serving.replies import TokenTexts
-from spec_runtime.serving.responses.requests import ResponsesRequest
-from spec_runtime.serving.responses.store import ResponseStore
-from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
-from spec_runtime.serving.service import Service
-from spec_runtime.serving.threads import SMALL, Threads
-from spec_runtime.serving.tokens import DetokenizeRequest, TokenizeRequest
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.serve import app, errors, models, service
+from spec_runtime.serve.anthropic.requests import CountRequest, MessagesRequest
+from spec_runtime.serve.errors import ApiError, parsed
+from spec_runtime.serve.openai import replies
+from spec_runtime.serve.openai.replies import TokenTexts
+from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
+from spec_runtime.serve.page import PageRequest
+from spec_runtime.serve.responses.requests import ResponsesRequest
+from spec_runtime.serve.responses.store import ResponseStore
+from spec_runtime.serve.service import Service
+from spec_runtime.serve.threads import SMALL, Threads
+from spec_runtime.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 COUNT = f"{MESSAGES}/count_tokens"
 TURN = {"role": "user", "content": ""}

@@ -95,9 +95,9 @@ def open_kind(folder: Path) -> Run:
     import tiny_bundle
 
     import spec_runtime
-    from spec_runtime import mapping, profile
     from spec_runtime.bundle import manifest as bundles
-    from spec_runtime.costs import first_use
+    from spec_runtime.files import mapping
+    from spec_runtime.pace import first_use, profile
 
     logging.getLogger("spec_runtime").setLevel(logging.ERROR)
     first_use.PASS_SECONDS = 0.0
