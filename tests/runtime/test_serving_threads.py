@@ -29,7 +29,7 @@ from served import (
 )
 
 from spec_runtime.loop.answer import AnswerForm
-from spec_runtime.serve import app, errors, models, service
+from spec_runtime.serve import app, errors, guards, models, service
 from spec_runtime.serve.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serve.errors import ApiError, parsed
 from spec_runtime.serve.openai import replies
@@ -95,6 +95,7 @@ def watched() -> Iterator[tuple[Any, Loop]]:
         loop.thread = server.thread.ident
         patch.setattr(json, "loads", loads)
         patch.setattr(json, "dumps", dumps)
+        patch.setattr(guards.access, "disabled", True)  # handlers are other tests'
         client.get("/health")
         yield client, loop
 
