@@ -339,6 +339,8 @@ def test_every_file_and_every_name_in_a_package_that_texts_give_exists() -> None
         text = said_in(file)
         for name in re.findall(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b", text):
             assert any(path.endswith(f"/{name}") for path in paths), (named(file), name)
+        if ROOT / "spec_export" in file.parents:  # which has modules of the same names
+            continue
         for name in re.findall(r"(?<![\w./])([a-z_]+(?:\.[A-Za-z_]\w+)+)\b", text):
             package, *rest = name.split(".")
             is_other = name in ("text.format", "text.verbosity", "serve.run")  # a field; Ray's
