@@ -46,24 +46,12 @@ FEW = 6
 log = logging.getLogger("spec_runtime")
 
 
-class StepRunner(Protocol):
-    """Takes steps over from the loop while it can: the fused step."""
-
-    num_nodes: int  # of its trees, root included
-
-    def around(
-        self, steps: Generator[Step, None, None], run: Generation
-    ) -> Generator[Step, None, None]:
-        """Yields the prompt's step of `steps`, then steps of its own, and then the rest of `steps`,
-        which go on where its own ended."""
-
-
 class OpenedDrafter(NamedTuple):
     """A drafter ready to draft: its proposer and the trees that it may spend.
 
     `features` names the target's outputs that it reads. `expected_accepted_length` was measured
-    when the bundle was built or checked, if it was. `fused` runs greedy requests, if the bundle has
-    such a graph. `is_tuned` says that a profile of `spec-runtime tune` chose the budget.
+    when the bundle was built or checked, if it was. `is_tuned` says that a profile of
+    `spec-runtime tune` chose the budget.
     """
 
     name: str
@@ -71,7 +59,6 @@ class OpenedDrafter(NamedTuple):
     budget: Budget
     features: tuple[str, ...] = (FEATURES,)
     expected_accepted_length: float | None = None
-    fused: StepRunner | None = None
     is_tuned: bool = False
 
 
@@ -140,10 +127,10 @@ class Engine:
                 f"got trees of {drafter.budget.max_nodes} nodes, expected at most the bundle's "
                 f"scratch of {target.max_nodes}"
             )
-        if kept_bytes and not (target.keeps_rows and drafter.fused is None):
+        if kept_bytes and not target.keeps_rows:
             raise UserError(
-                "got kept_mb with a target or fused step whose rows stay on a device, expected "
-                "backend onnxruntime without fused",
+                "got kept_mb with a target whose rows stay on a device, expected backend "
+                "onnxruntime",
                 param="kept_mb",
             )
         self.tokenizer = tokenizer
@@ -205,11 +192,6 @@ class Engine:
         """Says whether a profile of `spec-runtime tune` chose the budget."""
         return self._opened.is_tuned
 
-    @property
-    def fused(self) -> StepRunner | None:
-        """Returns the fused step if greedy requests take it."""
-        return self._opened.fused
-
     def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
         """Returns an engine on the same target with another drafter ("none" = plain decoding).
 
@@ -231,7 +213,7 @@ class Engine:
     ) -> Engine:
         """Returns an engine on the same target whose proposer is this one's, wrapped by `wrap`.
 
-        It has this engine's budget unless another is given, and takes no fused step.
+        It has this engine's budget unless another is given.
         """
         budget = self.budget if budget is None else budget
         opened = OpenedDrafter(self.drafter, wrap(self.proposer), budget, self._opened.features)
@@ -316,8 +298,8 @@ class Engine:
     @property
     def most_parallel(self) -> int:
         """Returns how many calls are best decoded together: as many as share a pass, if half of the
-        memory that is free holds their caches; 1 where a fused step answers."""
-        if self.passes is None or self.fused is not None:
+        memory that is free holds their caches."""
+        if self.passes is None:
             return 1
         room = available_bytes() // 2 // max(1, self.lane_bytes)
         return max(1, min(self.passes.max_lanes, 1 + room))
@@ -548,7 +530,6 @@ class Engine:
         if masks is not None and drafter.name != "none":
             proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused, restored = conversations.begin(call)
-        fused = drafter.fused if gate is None else None
         eos = () if params.ignore_eos else self.tokenizer.eos
         ending = Ending(
             min(params.max_new_tokens, target.max_length - len(prompt)),
@@ -577,22 +558,18 @@ class Engine:
             target.truncate(reused)
             proposer.truncate(reused if restored is None else 0)
             if ending.finish_reason is None:
-                steps = generate(run)
-                if fused is not None:
-                    steps = fused.around(steps, run)
-                with closing(steps):  # a fused step hands its rows over while the lock is held
-                    for step in steps:
-                        if step is WAITS:
-                            yield step
-                            continue
-                        logprobs += step.logprobs
-                        conversations.add(step)
-                        is_consistent = True
-                        if call.is_stream:
-                            call.leave()
+                for step in generate(run):
+                    if step is WAITS:
                         yield step
-                        call.enter()
-                        is_consistent = ending.finish_reason is not None
+                        continue
+                    logprobs += step.logprobs
+                    conversations.add(step)
+                    is_consistent = True
+                    if call.is_stream:
+                        call.leave()
+                    yield step
+                    call.enter()
+                    is_consistent = ending.finish_reason is not None
             elif restored is not None:  # rows of which the proposer knows nothing
                 target.truncate(0)
             is_consistent = True

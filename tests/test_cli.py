@@ -45,7 +45,6 @@ LOADING: dict[str, tuple[Any, str]] = {
     "drafter": ("none", "--drafter=none"),
     "lookup": (False, "--no-lookup"),
     "profile": (False, "--no-profile"),
-    "fused": (True, "--fused"),
     "strict": (True, "--strict"),
     "memory": (7, "--memory=7"),
     "context": (99, "--context=99"),

@@ -65,7 +65,6 @@ def record(
     """Generates as `Engine.generate` does, and returns the trace; `on_text` gets the text in pieces
     as they come.
 
-    The drafter's fused step is not taken, since its trees are not known outside of its graph.
     Raises what `Engine.generate` raises.
     """
     observed = engine.observed(lambda proposer: proposer)
@@ -84,7 +83,7 @@ def record(
     run = Run(steps)
     with closing(steps):
         for step in run:
-            assert step.stats is not None, "a fused step"
+            assert step.stats is not None
             kept = _Raw(replace(step, features=None, verified=None), dict(step.stats.timings))
             raw.append(kept)
             places += [(kept, depth) for depth in step.depths]

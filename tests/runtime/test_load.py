@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_an_unknown_drafter_is_refused_before_anything_slow(
         spec_runtime.load(folder).with_drafter(name)
 
 
+def test_a_bundle_of_an_older_version_with_a_graph_for_nobody_still_runs(
+    tmp_path: Path, toy_graphs: list[ToyTarget]
+) -> None:
+    """Those of `build --fuse` have a graph that is hashed and no longer opened."""
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    expected = spec_runtime.load(folder, threads=1).generate("hello", max_new_tokens=30)
+    manifest = bundle.read(folder).manifest
+    fused = replace(manifest.graphs["target"], file="parallelspec-fused.onnx")
+    (folder / fused.file).write_bytes(b"a graph that nobody opens")
+    graphs = {**manifest.graphs, "parallelspec-fused": fused}
+    bundle.write_manifest(folder, replace(manifest, graphs=graphs))
+    assert fused.file in bundle.read(folder).manifest.files
+    toy_graphs.clear()
+    result = spec_runtime.load(folder, threads=1).generate("hello", max_new_tokens=30)
+    assert (result.token_ids, result.stats.steps) == (expected.token_ids, expected.stats.steps)
+    assert len(toy_graphs) == 1, "the target's only"
+
+
 def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'from_the_future' needs a newer runtime"):
         spec_runtime.load(write_bundle(tmp_path, ("from_the_future",)))
@@ -113,7 +132,6 @@ def test_what_does_not_fit_is_one_clear_line(
         ("strict", 0),
         ("backend", None),
         ("backend", ["cuda"]),
-        ("fused", "auto"),
         ("path", None),
         ("path", 7),
     ],
