@@ -16,13 +16,13 @@ from spec_runtime.backends import Runtime
 from spec_runtime.batch.batch import Batch
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.memory import buffer_bytes
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.machine import warn_of_threads
 from spec_runtime.files.mapping import require_keys
 from spec_runtime.files.writing import sha256
 from spec_runtime.loop.kv import open_cache
-from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer, Proposer
 from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.options import Option
 from spec_runtime.pace import first_use

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from spec_runtime.backends import GraphRun, run_at_once
+from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.loop.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import Candidates, Growing, TreeBuilder
@@ -49,6 +50,22 @@ class Proposer(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forgets all but the first `length` tokens; 0 must work from any state."""
+
+
+class OpenedDrafter(NamedTuple):
+    """A drafter ready to draft: its proposer and the trees that it may spend.
+
+    `features` names the target's outputs that it reads. `expected_accepted_length` was measured
+    when the bundle was built or checked, if it was. `is_tuned` says that a profile of
+    `spec-runtime tune` chose the budget.
+    """
+
+    name: str
+    proposer: Proposer
+    budget: Budget
+    features: tuple[str, ...] = (FEATURES,)
+    expected_accepted_length: float | None = None
+    is_tuned: bool = False
 
 
 class WithRuns:

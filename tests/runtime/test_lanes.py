@@ -429,10 +429,9 @@ def test_a_prompt_waits_for_one_other_however_many_begin_alike() -> None:
     first, waiting, later = (engine.prepare([*head, k], max_new_tokens=9) for k in (3, 4, 5))
     batch.begin(batch._lanes[0], "first", first)
     assert batch.lane_for(waiting) is None
-    while batch._lanes[0].is_reading:
+    while batch._lanes[0].num_unread:
         assert list(batch.turn()) or batch.has_gone_on
     batch.begin(batch._lanes[1], "later", later)
-    batch._lanes[1].is_reading = True  # as a prompt that no rows were there for
     assert batch.lane_for(waiting) is batch._lanes[2]
     batch.close()
 
