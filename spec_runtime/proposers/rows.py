@@ -56,6 +56,10 @@ class LastFeature:
         """Opens a graph of the bundle."""
         return cls(*open_reader(bundle, graph, 1, runtime, target))
 
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
     def take(self, features_PF: np.ndarray | None) -> None:
         """Keeps the last of these features of committed positions."""
         if self.wants_features:
@@ -225,6 +229,10 @@ class DrafterRows:
             self._features_PF = None
         elif self._features_PF is not None:
             self._features_PF = self._features_PF[: length - self._cache.length]
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
 
     def run(self, outputs: Sequence[str], extra_ids: np.ndarray | None = None) -> Running:
         """Runs the waiting rows (at least one) and keeps them; returns the outputs for the last row
