@@ -9,57 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Self, Unpack
 
-from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.dialogue.messages import Message, Tools
-from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.files.machine import give_back_memory, return_big_blocks
-from spec_runtime.grammar.path_masks import PathMasks
-from spec_runtime.interruption import Interruption
-from spec_runtime.loop.answer import form_of
 from spec_runtime.loop.answering import Answering, Calls, Parts
-from spec_runtime.loop.call import Call
+from spec_runtime.loop.call import Call, make_call
 from spec_runtime.loop.conversations import Conversations
+from spec_runtime.loop.lanes import Lanes, Source
 from spec_runtime.loop.options import CallOptions, read_options
 from spec_runtime.loop.proposer import OpenedDrafter, Proposer
 from spec_runtime.loop.reading import read_chunks, read_result, read_steps, read_texts
 from spec_runtime.loop.result import Chunk, GenerationResult
 from spec_runtime.loop.rows_file import RowsOwner
 from spec_runtime.loop.step import Step
-from spec_runtime.loop.target import SharedPasses, Target, Wants
+from spec_runtime.loop.target import Target, Wants
 from spec_runtime.proposers.constrained import ConstrainedProposer
 from spec_runtime.text.prompt import Prompt, encode_prompt
 from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.budget import Budget
-
-
-class ManyAnswers(Protocol):
-    """Answers several calls at a time, see batch.batch.Batch."""
-
-    def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]: ...
-
-
-class DrafterSource(Protocol):
-    """Opens further drafters of the same bundle, see load.DrafterOpener; `bundle_hash` is the
-    SHA-256 of its manifest, and `names` are those of the drafters."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def bundle_hash(self) -> str: ...
-
-    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
-
-    def open_lane(self, engine: Engine) -> Engine: ...
-
-    def lane_bytes(self, drafter: str) -> int: ...
-
-    def open_passes(self) -> SharedPasses | None: ...
-
-    def open_batch(self, engine: Engine, parallel: int) -> ManyAnswers: ...
 
 
 class Engine:
@@ -82,7 +51,7 @@ class Engine:
         target: Target,
         tokenizer: Codec,
         drafter: OpenedDrafter,
-        opener: DrafterSource | None = None,
+        source: Source[Engine] | None = None,
         kept_bytes: int = 0,
         beside: Engine | None = None,
     ) -> None:
@@ -101,12 +70,10 @@ class Engine:
         feature_width = None
         if drafter.proposer.wants_features:
             feature_width = sum(target.feature_widths.get(name, 0) for name in drafter.features)
-        others = None if beside is None else beside._conversations
+        others = None if beside is None else beside.conversations
         conversations = Conversations(target, feature_width, kept_bytes, others)
         self._calls = Calls(Parts(target, drafter, conversations), ConstrainedProposer)
-        self._source = opener
-        self._lanes: list[Engine] = []  # besides this one, once several calls ran together
-        self._passes: SharedPasses | None = None
+        self.lanes: Lanes[Engine] = Lanes(source, self._calls.require_open)
 
     @property
     def last_result(self) -> GenerationResult | None:
@@ -118,16 +85,9 @@ class Engine:
         return self._calls.parts.target
 
     @property
-    def _conversations(self) -> Conversations:
+    def conversations(self) -> Conversations:
+        """Returns what knows whose rows the target has."""
         return self._calls.parts.conversations
-
-    @property
-    def _opener(self) -> DrafterSource:
-        """Opens what comes from the bundle; raises UserError if there is none."""
-        self._calls.require_open()
-        if self._source is None:
-            raise UserError("this engine was not loaded from a bundle: it has one drafter only")
-        return self._source
 
     @property
     def _opened(self) -> OpenedDrafter:
@@ -141,7 +101,8 @@ class Engine:
     @property
     def drafters(self) -> tuple[str, ...]:
         """Names the drafters that `with_drafter` takes; its own, if it takes none."""
-        return (self.drafter,) if self._source is None else tuple(self._opener.names)
+        own = (self.drafter,)
+        return tuple(self.lanes.source.names) if self.lanes.has_source else own
 
     @property
     def proposer(self) -> Proposer:
@@ -167,15 +128,16 @@ class Engine:
         `name` and `lookup` are those of `load`. Raises UserError for an unknown name or a wrong
         type, and if this engine was not loaded from a bundle.
         """
-        return self._with(self._opener.open(name, lookup))
+        return self._with(self.lanes.source.open(name, lookup))
 
     def with_budget(self, budget: Budget) -> Engine:
         """Returns an engine like this one whose trees may spend `budget`."""
         return self._with(self._opened._replace(budget=budget))
 
     def _with(self, drafter: OpenedDrafter) -> Engine:
-        kept_bytes = self._conversations.max_bytes
-        return Engine(self.target, self.tokenizer, drafter, self._source, kept_bytes)
+        kept_bytes, lanes = self.conversations.max_bytes, self.lanes
+        source = lanes.source if lanes.has_source else None
+        return Engine(self.target, self.tokenizer, drafter, source, kept_bytes)
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
@@ -235,7 +197,7 @@ class Engine:
         calls = [self.prepare(prompt, **options) for prompt in prompts]
         results: dict[int, GenerationResult] = {}
         parallel = self.most_parallel if parallel is None else parallel
-        with closing(self._opener.open_batch(self, parallel).answer(calls)) as chunks:
+        with closing(self.lanes.source.open_batch(self, parallel).answer(calls)) as chunks:
             for number, chunk in chunks:
                 if chunk.result is not None:
                     results[number] = chunk.result
@@ -247,51 +209,23 @@ class Engine:
 
         Raises UserError if this engine was not loaded from a bundle, and has one lane only.
         """
-        while number > len(self._lanes):
-            self._lanes.append(self._opener.open_lane(self))
-        return self if number == 0 else self._lanes[number - 1]
+        return self.lanes.get(self, number)
 
     @property
     def num_lanes(self) -> int:
         """Counts the lanes opened so far, besides this engine itself."""
-        return len(self._lanes)
-
-    @property
-    def lane_bytes(self) -> int:
-        """Returns the bytes of memory that the caches of one more lane take."""
-        return self._opener.lane_bytes(self.drafter)
+        return len(self.lanes.others)
 
     @property
     def most_parallel(self) -> int:
         """Returns how many calls are best decoded together: as many as share a pass, if half of the
         memory that is free holds their caches."""
-        if self.passes is None:
-            return 1
-        room = available_bytes() // 2 // max(1, self.lane_bytes)
-        return max(1, min(self.passes.max_lanes, 1 + room))
+        return self.lanes.most_parallel(self.drafter)
 
     def share_rows(self) -> None:
-        """Lets lanes of this engine copy each other's rows. Raises UserError if it was not loaded
-        from a bundle: it has one lane only."""
-        self._calls.require_open()
-        if self._source is None:
-            raise UserError("this engine was not loaded from a bundle: it has one lane only")
-        self._conversations.are_shared = True
-
-    def may_reuse(self, call: Call) -> bool:
-        """Says whether a call may begin with rows of earlier ones, see Conversations.begin."""
-        return self._conversations.may_reuse(call)
-
-    def num_common(self, prompt: Sequence[int]) -> int:
-        """Returns how many tokens at the beginning of the prompt have rows in the target."""
-        return self._conversations.num_common(prompt)
-
-    @property
-    def passes(self) -> SharedPasses | None:
-        """Returns what runs a pass for several lanes; None if each lane runs by itself."""
-        if self._passes is None and self._source is not None:
-            self._passes = self._opener.open_passes()
-        return self._passes
+        """Lets the lanes copy each other's rows. Raises UserError if there can be one only."""
+        if self.lanes.source is not None:  # or it raises
+            self.conversations.are_shared = True
 
     def prepare(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
         """Checks the arguments, encodes the prompt and compiles the grammar, for one
@@ -326,20 +260,7 @@ class Engine:
             control_tokens=request.control_tokens,
             template_kwargs=request.template_kwargs,
         )
-        text = TextStream(self.tokenizer.decode, params.stop, ids)
-        form = form_of(self.tokenizer, ids, request.tools)
-        eos = () if params.ignore_eos else self.tokenizer.eos
-        stop_ids = frozenset([*params.stop_token_ids, *eos])
-        if params.grammar is None:
-            return Call(ids, request, text, form, stop_ids)
-        grammar, tokenizer, num_logits = params.grammar, self.tokenizer, self.target.vocab_size
-
-        def compile_grammar(interruption: Interruption) -> PathMasks:
-            matcher = tokenizer.matcher(grammar, num_logits, interruption)
-            thinking = form.after_thinking(matcher, tokenizer.eos, num_logits)
-            return PathMasks(thinking, tokenizer.eos)
-
-        return Call(ids, request, text, form, stop_ids, compile_grammar)
+        return make_call(self.tokenizer, ids, request, self.target.vocab_size)
 
     def answering(self, call: Call) -> Answering:
         """Returns what answers a prepared call, once."""
@@ -395,7 +316,7 @@ class Engine:
         nothing was answered since another engine used the target, and for messages that `generate`
         refuses or that take more than 1 MB; OSError if the file cannot be written.
         """
-        conversations, owner = self._conversations, self._rows_owner()
+        conversations, owner = self.conversations, self._rows_owner()
         tokens = None if messages is None else self.encode(messages)
         with self.target.lock.hold():
             conversations.save(Path(path), owner, tokens, messages or ())
@@ -408,16 +329,16 @@ class Engine:
         takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
         file.
         """
-        conversations, owner = self._conversations, self._rows_owner()
+        conversations, owner = self.conversations, self._rows_owner()
         with self.target.lock.hold():
             return conversations.load(Path(path), owner)
 
     def _rows_owner(self) -> RowsOwner:
-        if not self._conversations.max_bytes or self._source is None:
+        if not self.conversations.max_bytes or not self.lanes.has_source:
             raise UserError(
                 "got an engine that keeps no conversations, expected one of load(…, kept_mb=…)"
             )
-        return RowsOwner(self._source.bundle_hash, self.drafter)
+        return RowsOwner(self.lanes.source.bundle_hash, self.drafter)
 
     def cancel(self) -> None:
         """Ends the generation that is running on this engine, if one is, from any thread.
@@ -425,7 +346,7 @@ class Engine:
         It ends at its next step, or within a long prompt after at most 256 tokens more, with
         finish reason "cancelled". Calls that wait go on waiting.
         """
-        for engine in (self, *self._lanes):
+        for engine in (self, *self.lanes.others):
             engine._calls.cancel()
 
     def close(self) -> None:
@@ -438,17 +359,10 @@ class Engine:
         """
         return_big_blocks()
         self._calls.release()  # first, so that no lane is opened again
-        self._source = None
-        self.close_lanes()
+        self.lanes.close(for_good=True)
         self._calls.end()
         self.tokenizer.close()
         give_back_memory()
-
-    def close_lanes(self) -> None:
-        """Closes the lanes besides this engine, and gives their memory back."""
-        lanes, self._lanes, self._passes = self._lanes, [], None
-        for lane in lanes:
-            lane.close()
 
     def __enter__(self) -> Self:
         return self

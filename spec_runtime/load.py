@@ -215,7 +215,7 @@ class DrafterOpener:
 
     @cached_property
     def bundle_hash(self) -> str:
-        """See engine.DrafterSource."""
+        """See loop.lanes.Source."""
         return sha256(self._bundle.path / bundles.MANIFEST)
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:

@@ -211,8 +211,9 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
     for most in (1, 2, 3):
         if most > 1:
             may_open[lanes_name(most)].set()
-            assert engine.passes is not None
-            wait_until(lambda: engine.passes.most_open == most)  # noqa: B023 - within this turn
+            passes_of = engine.lanes.passes
+            assert passes_of is not None
+            wait_until(lambda: passes_of.most_open == most)  # noqa: B023 - within this turn
         passes.clear()
         calls = [engine.prepare(prompt, **options) for prompt in PROMPTS[:3]]
         found = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result}

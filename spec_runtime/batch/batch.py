@@ -18,12 +18,13 @@ from spec_runtime.backends import run_each
 from spec_runtime.batch.lane import Lane, Observe
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
-from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.generate import Decoding, take_pass
 from spec_runtime.loop.result import Chunk
+from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import PREFILL_ROWS, Asked, Verified, verify_together
 from spec_runtime.pace.row_budget import RowBudget
+from spec_runtime.trees.tree import TokenTree
 
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
 MOST_AWAITED = 2  # times its own prompt, of another's tokens that a call waits to see read
@@ -71,7 +72,7 @@ class Batch:
         if parallel > 1:
             engine.share_rows()
         self._engine, self._max_gap = engine, max_gap
-        self._passes = engine.passes if parallel > 1 else None
+        self._passes = engine.lanes.passes if parallel > 1 else None
         self._opener: threading.Thread | None = None  # of their graphs
         self._awaited: WeakKeyDictionary[Call, Call] = WeakKeyDictionary()  # see `lane_for`
         self._lanes = [Lane(engine, k) for k in range(parallel)]
@@ -150,7 +151,7 @@ class Batch:
             call.enter()
         try:
             for lane in lanes:
-                self._end(lane, found)
+                self._read(lane, found)  # it begins, or was ended meanwhile
             lanes = [lane for lane in lanes if not lane.is_free]
             self._share_out(lanes)
             self._count_cycle(len(lanes))
@@ -231,45 +232,33 @@ class Batch:
 
         errors = take_pass([*decodings], run_drafts, verify)
         for decoding, lane in decodings.items():
-            error = errors.pop(decoding, None)
-            begin = time.perf_counter()
-            try:
-                if isinstance(error, Interrupted):  # within a step
-                    assert lane.answering is not None
-                    lane.answering.interrupt()
-                elif error is not None:
-                    raise error
-                elif (chunk := lane.read()) is not None:
-                    self._cycle_tokens += len(chunk.token_ids)
-                    found.append((lane.owner, chunk))
-            except Exception as failure:
+            if (error := errors.pop(decoding, None)) is not None:
                 lane.close()
-                found.append((lane.owner, failure))
+                found.append((lane.owner, error))
                 continue
+            begin, step = time.perf_counter(), decoding.step
+            self._read(lane, found)
             decoding.host_seconds += time.perf_counter() - begin
-            self._end(lane, found)
-            self._judge(decoding, lane)
+            if step is not None and step.tree is not None:
+                self._judge(lane, step, step.tree, decoding.host_seconds)
 
-    def _end(self, lane: Lane, found: Found) -> None:
-        """Frees the lane if its call goes on no longer."""
+    def _read(self, lane: Lane, found: Found) -> None:
+        """Gives out what the lane's last pass committed, and frees the lane if its call is over."""
         try:
-            chunk = lane.last_chunk()
+            for chunk in lane.read():
+                self._cycle_tokens += len(chunk.token_ids)
+                found.append((lane.owner, chunk))
         except Exception as error:
             lane.close()
             found.append((lane.owner, error))
-        else:
-            found += [] if chunk is None else [(lane.owner, chunk)]
 
-    def _judge(self, decoding: Decoding, lane: Lane) -> None:
-        """Tells the budget what the lane's last draft was worth, and what its step took."""
-        step, num_lanes = decoding.step, len(self._order)
-        if step is None or step.tree is None:
-            return
-        self._budget.add_step(step.tree, step.num_accepted)
+    def _judge(self, lane: Lane, step: Step, tree: TokenTree, host_seconds: float) -> None:
+        """Tells the budget what a draft was worth, and what the step took of the host."""
+        self._budget.add_step(tree, step.num_accepted)
+        num_lanes = len(self._order)
         if num_lanes > 1 and not lane.is_free:
-            num_nodes = step.num_drafted
-            self._budget.add_host(decoding.host_seconds, num_nodes > 0)
-            self._budget.judge(lane.gain, num_lanes, num_nodes, step.num_accepted)
+            self._budget.add_host(host_seconds, step.num_drafted > 0)
+            self._budget.judge(lane.gain, num_lanes, step.num_drafted, step.num_accepted)
 
     def _verify(self, lanes: Sequence[Lane], asked: list[Asked]) -> list[Verified]:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""
@@ -312,7 +301,7 @@ def _share(lane: Lane, call: Call) -> bool:
     reads = lane.call.prompt if lane.num_unread > 0 else []
     is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
     is_soon = is_alike and lane.num_unread <= MOST_AWAITED * len(call.prompt)
-    return is_soon and lane.engine.may_reuse(call)
+    return is_soon and lane.engine.conversations.may_reuse(call)
 
 
 def _least(num_common: int) -> int:

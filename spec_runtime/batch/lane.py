@@ -80,13 +80,12 @@ class Lane:
         Below fp32 rows in other places round noticeably otherwise, and a seed promises the same
         tokens again.
         """
-        params = self.call.params
-        is_fp32 = self.engine.target.precision == "fp32"
+        params, is_fp32 = self.call.params, self.decoding.target.precision == "fp32"
         return params.rule not in TREE_RULES and (params.seed is None or is_fp32)
 
     def num_common(self, prompt: list[int]) -> int:
         """Returns how many tokens at the beginning of the prompt this lane has rows of."""
-        return self.engine.num_common(prompt) if self._is_open else 0
+        return self.engine.conversations.num_common(prompt) if self._is_open else 0
 
     @property
     def _is_open(self) -> bool:
@@ -104,24 +103,17 @@ class Lane:
         self.decoding.max_rows = max_rows if self.cuts_trees else PREFILL_ROWS
         self.decoding.chunk_rows = chunk_rows
 
-    def read(self) -> Chunk | None:
-        """Returns a chunk of what the last pass committed, None within the prompt."""
+    def read(self) -> list[Chunk]:
+        """Returns chunks of what the last pass committed, and of the end, which frees the lane."""
         assert self.answering is not None
         assert self._reader is not None
-        self.answering.take_in()
-        step = self.decoding.step
-        return None if step is None else self._reader.chunk(step)
-
-    def last_chunk(self) -> Chunk | None:
-        """Returns the last chunk and frees the lane, or None while the call goes on."""
-        assert self.answering is not None
-        assert self._reader is not None
-        if self.answering.goes_on():
-            return None
-        assert self.answering.result is not None
-        chunk = self._reader.last(self.answering.result)
-        self.close()
-        return chunk
+        step = self.answering.take_step()
+        chunks = [] if step is None else [self._reader.chunk(step)]
+        if not self.answering.goes_on():
+            assert self.answering.result is not None
+            chunks.append(self._reader.last(self.answering.result))
+            self.close()
+        return chunks
 
     def close(self) -> None:
         """Ends the call, if one is answered."""

@@ -119,7 +119,7 @@ class Answering:
 
     It waits when it is first asked `goes_on`, and has the target until that says no, or until
     `close`; the `result` is there then. In between its `decoding` goes from pass to pass, by
-    `next_step`, or in a batch, which calls `take_in` after each.
+    `next_step`, or in a batch, which calls `take_step` after each.
     """
 
     def __init__(self, calls: Calls, call: Call) -> None:
@@ -139,11 +139,8 @@ class Answering:
                 assert self.decoding is not None
                 if errors := take_pass([self.decoding]):
                     raise errors.pop(self.decoding)
-                self.take_in()
-                if self.decoding.step is not None:
-                    return self.decoding.step
-        except Interrupted:  # within a step
-            self.interrupt()
+                if (step := self.take_step()) is not None:
+                    return step
         finally:
             self.call.leave()
         return None
@@ -159,29 +156,22 @@ class Answering:
             reason = self.call.interruption.reason or CANCELLED
             self._finish([], Stats(prompt_tokens=len(self.call.prompt)), reason)
         else:
-            if decoding.ending.goes_on():
+            if decoding.goes_on():
                 return True
-            if decoding.is_reading:
-                self.interrupt()
+            if decoding.is_in_step:
+                decoding.drop_rows()
         self.close()
         return False
 
-    def take_in(self) -> None:
-        """Takes in what the last pass committed."""
-        assert self.decoding is not None
+    def take_step(self) -> Step | None:
+        """Takes what the last pass committed, once; None within the prompt."""
+        if self.decoding is None or self.decoding.step is None:
+            return None
         assert self._conversations is not None
-        if (step := self.decoding.step) is not None:
-            self._logprobs += step.logprobs
-            self._conversations.add(step)
-
-    def interrupt(self) -> None:
-        """Ends the call within its prompt or a step, of whose rows nothing is relied on."""
-        decoding = self.decoding
-        assert decoding is not None
-        # of rows that were brought back the proposer knows nothing
-        decoding.target.truncate(decoding.reused if decoding.restored is None else 0)
-        decoding.is_in_step = False
-        self.close()
+        step, self.decoding.step = self.decoding.step, None
+        self._logprobs += step.logprobs
+        self._conversations.add(step)
+        return step
 
     def close(self) -> None:
         """Ends the call here, if it is not over: what was computed so far is its answer."""

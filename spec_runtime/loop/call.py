@@ -9,11 +9,12 @@ from contextlib import suppress
 from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.interruption import Interrupted, Interruption
-from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.fair_lock import Holder
 from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.options import Request
 from spec_runtime.sampling import SamplingParams
+from spec_runtime.text.tokenizer import Codec
 
 
 class Call:
@@ -80,3 +81,20 @@ class Call:
         """Waits until no other thread is inside the call."""
         if self.holder.thread is not threading.current_thread():
             self._is_left.wait()
+
+
+def make_call(codec: Codec, prompt: list[int], request: Request, num_logits: int) -> Call:
+    """Returns the call of an encoded prompt, whose grammar is left to `Call.compile`."""
+    params = request.sampling
+    text = TextStream(codec.decode, params.stop, prompt)
+    form = form_of(codec, prompt, request.tools)
+    eos = () if params.ignore_eos else codec.eos
+    stop_ids = frozenset([*params.stop_token_ids, *eos])
+    if (grammar := params.grammar) is None:
+        return Call(prompt, request, text, form, stop_ids)
+
+    def compile_grammar(interruption: Interruption) -> PathMasks:
+        matcher = codec.matcher(grammar, num_logits, interruption)
+        return PathMasks(form.after_thinking(matcher, codec.eos, num_logits), codec.eos)
+
+    return Call(prompt, request, text, form, stop_ids, compile_grammar)

@@ -16,6 +16,7 @@ import numpy as np
 from spec_runtime.backends import GraphRun, run_each
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.grammar.path_masks import PathMasks
+from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.accept import by_rejection, by_target_sampling, by_typical
 from spec_runtime.loop.proposer import Proposer
 from spec_runtime.loop.row_store import RestoredRows
@@ -60,6 +61,8 @@ def take_pass(
         begin = time.perf_counter()
         try:
             decoding.accept(verified)  # and commits
+        except Interrupted:
+            decoding.is_interrupted = True
         except Exception as error:
             errors[decoding] = error
         decoding.host_seconds += time.perf_counter() - begin
@@ -74,7 +77,7 @@ def draft(
     asked: dict[Decoding, Asked] = {}
     errors: dict[Decoding, Exception] = {}
     drafting = {decoding: decoding.proposing() for decoding in decodings}
-    while drafting:
+    while True:
         runs: dict[Decoding, GraphRun] = {}
         for decoding, proposing in drafting.items():
             begin = time.perf_counter()
@@ -82,9 +85,13 @@ def draft(
                 runs[decoding] = next(proposing)
             except StopIteration as end:
                 asked[decoding] = end.value
+            except Interrupted:
+                decoding.is_interrupted = True
             except Exception as error:
                 errors[decoding] = error
             decoding.host_seconds += time.perf_counter() - begin
+        if not runs:
+            return asked, errors
         drafting = {decoding: drafting[decoding] for decoding in runs}
         begin = time.perf_counter()
         try:
@@ -93,7 +100,6 @@ def draft(
             return asked, errors | dict.fromkeys(runs, error)
         for decoding in runs:
             decoding.host_seconds += (time.perf_counter() - begin) / len(runs)
-    return asked, errors
 
 
 @dataclass(eq=False)
@@ -136,6 +142,7 @@ class Decoding:
     chunk_rows: int = PREFILL_ROWS
     host_seconds: float = 0.0
     is_in_step: bool = True  # or within the prompt: the rows are no whole step's
+    is_interrupted: bool = False  # within a step, as where a grammar's mask takes too long
 
     def __post_init__(self) -> None:
         self._sample = Sampler(self.params, self.target.vocab_size, self.prompt, self.masks)
@@ -155,6 +162,16 @@ class Decoding:
     @property
     def is_reading(self) -> bool:
         return self.num_unread > 0
+
+    def goes_on(self) -> bool:
+        """Asks, before a pass, whether there is one."""
+        return not self.is_interrupted and self.ending.goes_on()
+
+    def drop_rows(self) -> None:
+        """Forgets the rows of a prompt or a step that is not ended, as if it had never begun."""
+        # of rows that were brought back the proposer knows nothing
+        self.target.truncate(self.reused if self.restored is None else 0)
+        self.is_in_step = False
 
     def proposing(self) -> Generator[GraphRun, None, Asked]:
         """Yields the drafter's runs and returns the arguments of `Target.verify` for the next pass:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from keeping_engine import keeping
 from small import toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime import AsyncEngine, UserError
+from spec_runtime import AsyncEngine, Session, UserError
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.result import Chunk, GenerationResult
@@ -129,6 +131,33 @@ def test_closing_and_cancelling_an_engine_reach_its_lanes() -> None:
     for lane in lanes:
         with pytest.raises(RuntimeError, match="this engine is closed"):
             lane.generate("abc")
+
+
+@pytest.mark.parametrize("way", ["generate", "stream", "chunks", "session", "batch"])
+def test_a_pass_is_run_below_few_generators(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that waits for a pass is handed on by two others at most."""
+    engine = toy_engine("prompt_lookup")
+    backend: Any = engine.target.lend()[0]
+    run, numbers = backend.run, set[int]()
+
+    def count_generators(*arguments: Any) -> Any:
+        frame, number = sys._getframe(), 0
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            is_ours = "spec_runtime" in frame.f_code.co_filename
+            number += is_ours and bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+        numbers.add(number)
+        return run(*arguments)
+
+    monkeypatch.setattr(backend, "run", count_generators)
+    ways: dict[str, Callable[[], Any]] = {
+        "generate": lambda: engine.generate(PROMPTS[0], max_new_tokens=9),
+        "stream": lambda: list(engine.stream(PROMPTS[0], max_new_tokens=9)),
+        "chunks": lambda: list(engine.chunks(PROMPTS[0], max_new_tokens=9)),
+        "session": lambda: list(Session(engine).stream(PROMPTS[0], max_new_tokens=9)),
+        "batch": lambda: engine.generate_many(PROMPTS, 2, max_new_tokens=9),
+    }
+    ways[way]()
+    assert numbers == {{"generate": 0, "session": 3}.get(way, 1)}
 
 
 # ------------------------------------------------------------------------------ who gets a lane

@@ -127,7 +127,7 @@ def tokens_of(
 
 
 def steps_of(decoding: generate.Decoding) -> Iterator[Step]:
-    while decoding.ending.goes_on():
+    while decoding.goes_on():
         assert generate.take_pass([decoding]) == {}
         if decoding.step is not None:
             yield decoding.step

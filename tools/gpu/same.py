@@ -315,7 +315,7 @@ def lanes(check: Check, found: Findings) -> None:
 
 def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> TableRow:
     engine = check.engine(opened, name)
-    num_lanes = 1 if engine.passes is None else engine.passes.max_lanes
+    num_lanes = 1 if engine.lanes.passes is None else engine.lanes.passes.max_lanes
     if num_lanes == 1:
         raise LeftOut("the bundle has no graphs for several lanes")
     prompts = check.prompts[: check.sizes.num_audited]
