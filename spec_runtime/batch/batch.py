@@ -263,15 +263,15 @@ class Batch:
     def _verify(self, lanes: Sequence[Lane], asked: list[Asked]) -> list[Verified]:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""
         sizes_by_lane = [each.tree.num_nodes for each in asked]
-        is_read = [lane.num_unread > 0 for lane in lanes]
-        prompt_rows = sum(n for n, reads in zip(sizes_by_lane, is_read, strict=True) if reads)
-        num_decoding = len(lanes) - sum(is_read)
+        is_reading = [lane.num_unread > 0 for lane in lanes]
+        prompt_rows = sum(n for n, reads in zip(sizes_by_lane, is_reading, strict=True) if reads)
+        num_decoding = len(lanes) - sum(is_reading)
         drafted = sum(sizes_by_lane) - prompt_rows - num_decoding
         if len(lanes) > 1:
             cut = [
                 k
                 for k, lane in enumerate(lanes)
-                if not is_read[k] and lane.cuts_trees and asked[k].tree.log_prob_N is not None
+                if not is_reading[k] and lane.cuts_trees and asked[k].tree.log_prob_N is not None
             ]
             whole = sum(each.tree.num_nodes for k, each in enumerate(asked) if k not in cut)
             read = prompt_rows * self._row_seconds

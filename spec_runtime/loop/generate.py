@@ -30,7 +30,7 @@ from spec_runtime.trees.tree import TokenTree
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
 
-
+# Runs what several want of the next pass; the answers are valid until the pass after it.
 Verify = Callable[[Sequence["Decoding"], Sequence[Asked]], Sequence[Verified]]
 
 
