@@ -17,11 +17,11 @@ from spec_runtime.constraints.call_forms import (
     MISTRAL,
     OPENINGS,
     PYTHON,
-    WRAPPERS,
+    RUN,
     CallForm,
+    LiteralEnd,
     Parameters,
     after_wrappers,
-    end_of_literal,
     read_pieces,
     typed,
 )
@@ -30,18 +30,19 @@ from spec_runtime.text.messages import Tools
 from spec_runtime.text.stream import overlap
 
 _MARKERS = (*OPENINGS, "```")
-_RUN = rf"(?:(?:{'|'.join(map(re.escape, WRAPPERS))})\s*)+"
-_MARKER = re.compile("|".join([_RUN, *map(re.escape, OPENINGS), r"```\w*"]))
+_MARKER = re.compile("|".join([RUN, *map(re.escape, OPENINGS), r"```\w{0,30}"]))
 _SPACE = re.compile(r"\s*")
+_FEW_SPACES = re.compile(r"\s{0,1000}")  # within a call; more of them end it
 
 # The beginning of a call: `{"name": "f", "arguments": `, with further keys before.
 _KEY = re.compile(r'\s*"(\w+)"\s*:\s*(?=\S)')
 _BEGUN_KEY = re.compile(r'\s*(?:"\w*(?:"\s*(?::\s*)?)?)?\Z')
-_STRING = r'"(?:[^"\\]|\\.)*'
+_STRING = r'"(?:[^"\\]|\\.){0,1000}'
 _VALUE = re.compile(rf'\s*({_STRING}"|[\w.+-]+)\s*([,}}])')
 _BEGUN_VALUE = re.compile(rf'\s*(?:{_STRING}(?:\\|"\s*)?|[\w.+-]*\s*)\Z')
 _NAME_KEYS = ("name", "tool_name")
-_MAX_HEAD = 1000  # characters of that beginning
+_MAX_HEAD = 1000  # characters of that beginning, within which each of its strings begins
+_MAX_HELD = 2 * _MAX_HEAD  # characters that wait for what follows to say what they are
 
 # What stands between two calls: the rest of the first one's object, separators, closing marks.
 _MEMBER = rf',\s*"\w+"\s*:\s*(?:{_STRING}"|[\w.+-]+)(?=\s*[,}}])'
