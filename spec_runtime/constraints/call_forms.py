@@ -161,7 +161,7 @@ MARKS = frozenset(
 ) | {*OPENINGS, *CLOSINGS, _DSML, "</arg_value>", "[ARGS]", "[CALL_ID]", _QUOTE, "<|role_sep|>"}
 # What a literal is searched for: outside of quotes, and inside of each kind of them.
 _INSIDE = {
-    "": re.compile(r"""[][(){},'"]|<\|"\|>"""),
+    "": re.compile(r"""[][(){},']|(?<!<\|)"|<\|"\|>"""),
     "'": re.compile(r"\\.|'", re.DOTALL),
     '"': re.compile(r'\\.|"', re.DOTALL),
     _QUOTE: re.compile(re.escape(_QUOTE)),

@@ -48,7 +48,7 @@ def tags_of(chat_template: str) -> Tags | None:
 
 _SHOWN_HEAD = re.compile(
     r"(?:to=functions\.[\w.-]|<\|channel\|>\s*(?:final|commentary)\b)"
-    r"(?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>"
+    r"(?:[^<]|<\|(?:channel|constrain)\|>){0,300}<\|message\|>"
 )
 
 
