@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self, Unpack
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.constraints.tools import checked_tools
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
 from spec_runtime.errors import ContextLengthError, UserError
@@ -369,17 +370,18 @@ class Engine:
                 param="strict",
             )
         params.require_tokens_below(self.target.vocab_size)
+        tools = checked_tools(request.tools) if request.tools else None
         ids = self.encode(
             prompt,
             request.raw,
             request.system,
-            tools=request.tools,
+            tools=tools,
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
             template_kwargs=request.template_kwargs,
         )
         text = TextStream(self.tokenizer.decode, params.stop, ids)
-        form = form_of(self.tokenizer, ids, request.tools)
+        form = form_of(self.tokenizer, ids, tools)
         if params.grammar is None:
             return Call(ids, request, text, form)
         grammar, tokenizer, num_logits = params.grammar, self.tokenizer, self.target.vocab_size

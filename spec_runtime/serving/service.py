@@ -12,7 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, TokenLogprob
-from spec_runtime.constraints.tools import answer_or_call, format_of_choice, strict_calls
+from spec_runtime.constraints.tools import (
+    answer_or_call,
+    checked_tools,
+    format_of_choice,
+    strict_calls,
+)
 from spec_runtime.errors import UserError
 from spec_runtime.lanes.answering import (
     Answering,
@@ -166,10 +171,11 @@ class Service:
         `field` is the request's that holds the messages. `thinks` says whether the model is to
         think, None leaves that to the request's further fields."""
         self._require_few(body.num_choices)
-        codec, tools = self.engine.tokenizer, body.usable_tools
+        codec = self.engine.tokenizer
         family = "" if codec.template is None else codec.template.tool_family
 
         def prepare() -> list[Call]:
+            tools = body.usable_tools and checked_tools(body.usable_tools)
             template_kwargs = body.template_kwargs(codec.template, thinks)
             ids = self.encode_messages(body.messages, tools, is_begun, template_kwargs, field)
             prompt = self._encoded(ids, field)
