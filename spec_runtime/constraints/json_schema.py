@@ -134,7 +134,7 @@ class _Rewriting:
             allowed = limits.get("enum", [limits.get("const")])
             if not isinstance(allowed, list):
                 return schema
-            self._write(len(allowed) * (size + 1))
+            self._write((len(allowed) - 1) * (size + 1))
             if not all(isinstance(each, str) for each in allowed):
                 return schema
             self._write(sum(map(len, allowed)))
