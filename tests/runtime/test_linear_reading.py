@@ -7,13 +7,13 @@ expressions do inside is neither, so that some answers, which took minutes, have
 
 from __future__ import annotations
 
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from counting import calls_in
 
 from spec_runtime import GenerationResult, Stats
 from spec_runtime.constraints.tools import checked_tools
@@ -52,8 +52,18 @@ ANSWERS: dict[str, tuple[AnswerForm, str, str, str]] = {
     "tags": (CALLS, "<function=f><parameter=a>", "word ", "</parameter></function>"),
     "tags inside": (CALLS, '<invoke name="f"><parameter name="a">', "</parameter> ", "</invoke>"),
     "tags of parameters": (CALLS, "<function=f>", "<parameter=a>1</parameter>", "</function>"),
-    "spaces between tags": (CALLS, "<function=f><parameter=a>1</parameter>", "        ", "</function>"),
-    "keys and values": (CALLS, "<tool_call>f<arg_key>a</arg_key><arg_value>", "word ", "</arg_value>"),
+    "spaces between tags": (
+        CALLS,
+        "<function=f><parameter=a>1</parameter>",
+        "        ",
+        "</function>",
+    ),
+    "keys and values": (
+        CALLS,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>",
+        "word ",
+        "</arg_value>",
+    ),
     "a name": (CALLS, '{"name": "', "word ", ""),
     "marks": (CALLS, "", "<tool_call>", ""),
     "marks in text": (CALLS, "a", "functools", ""),
@@ -98,19 +108,12 @@ def answered(name: str, num_pushes: int) -> Iterator[Chunk]:
 
 def calls_so_far(name: str) -> list[int]:
     """Returns how many functions were called, those in C too, before each step of an answer."""
-    count, counts = 0, list[int]()
+    counts, so_far = list[int](), [0]
 
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
+    def read() -> None:
+        counts.extend(so_far[0] for _ in answered(name, NUM_PUSHES))
 
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        for _ in answered(name, NUM_PUSHES):
-            counts.append(count)
-    finally:
-        sys.setprofile(before)
+    calls_in(read, so_far)
     return counts
 
 
