@@ -16,15 +16,15 @@ import pytest
 from counting import calls_in
 
 from spec_runtime import GenerationResult, Stats
-from spec_runtime.constraints.tools import checked_tools
-from spec_runtime.requests.answer import AnswerForm
-from spec_runtime.requests.call import Call, read_chunks
-from spec_runtime.requests.call_reader import joined
-from spec_runtime.requests.options import Request
-from spec_runtime.requests.result import Chunk
-from spec_runtime.step import Step
-from spec_runtime.text.stream import TextStream
-from spec_runtime.text.thinking import HARMONY, Tags
+from spec_runtime.dialogue.call_reader import joined
+from spec_runtime.dialogue.stream import TextStream
+from spec_runtime.dialogue.thinking import HARMONY, Tags
+from spec_runtime.dialogue.tools import checked_tools
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.loop.call import Call, read_chunks
+from spec_runtime.loop.options import Request
+from spec_runtime.loop.result import Chunk
+from spec_runtime.loop.step import Step
 
 TOOLS = checked_tools([{"type": "function", "function": {"name": "f"}}])
 CALLS = AnswerForm(family="hermes", tools=TOOLS)
