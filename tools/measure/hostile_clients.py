@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -159,22 +159,54 @@ async def biases(site: Site, number: int) -> Sequence[str]:
 # ---- schemas and calls ----
 
 
-async def nested_names(site: Site, number: int) -> Sequence[str]:
+def nested_names(number: int) -> dict[str, Any]:
     """Nests names that are listed: of 1,186 bytes a copy for each name at each level is made."""
     schema: Any = {"type": "integer", "maximum": number}
     for _ in range(12):
         schema = {"propertyNames": {"enum": list("abcdefgh")}, "additionalProperties": schema}
-    return await site.ask_all(CHAT, chat(response_format=json_schema(schema)))
+    return json_schema(schema)
 
 
-async def shared_names(site: Site, number: int) -> Sequence[str]:
-    """Lets definitions refer to each other twice: walks without a memo double at each of them."""
-    two = ("a", "b")
-    levels = {f"d{k}": _object({n: _ref(f"d{k + 1}") for n in two}) for k in range(30)}
+def shared_parts(number: int) -> dict[str, Any]:
+    """Lets each definition refer to the next one twice: walks without a memo double each time."""
+    levels = {f"d{k}": _object({n: _ref(f"d{k + 1}") for n in ("a", "b")}) for k in range(30)}
     levels["d30"] = {"patternProperties": {"^x": True}, "maxProperties": number + 9}
-    some = {"$defs": levels, **_ref("d0")}
-    whole = {"$defs": levels, "allOf": [_ref("d0")], "patternProperties": {"^y": _ref("d0")}}
-    return await site.ask_all(CHAT, *(chat(response_format=json_schema(s)) for s in (some, whole)))
+    joined = {"allOf": [_ref("d0")], "patternProperties": {"^y": _ref("d0")}}
+    return json_schema({"$defs": levels, **joined})
+
+
+def bomb(number: int) -> dict[str, Any]:
+    """Takes minutes to compile."""
+    patterns = [{"pattern": f"(.*a.{{{count}}})"} for count in range(10, 26)]
+    return json_schema({"title": str(number), "type": "string", "allOf": patterns})
+
+
+def lexeme(number: int) -> dict[str, Any]:
+    """Fits texts of which any part may be the beginning of the end."""
+    return {"type": "regex", "regex": f".*a.{{{8 + 6 * (number % 4)}}}"}
+
+
+def optional_properties(number: int) -> dict[str, Any]:
+    """Has 2,000 properties that may all be left out."""
+    properties = {f"p{number}_{k}": {"type": "string"} for k in range(2000)}
+    return json_schema({"type": "object", "properties": properties, "additionalProperties": False})
+
+
+# Formats of answers that are slow to read, to compile or to follow, by a number each.
+FORMATS = {
+    each.__name__: each for each in (nested_names, shared_parts, bomb, lexeme, optional_properties)
+}
+
+
+def _asking(name: str, count: int = 1, leave_after: float = 60.0) -> Round:
+    """Returns the kind that asks `count` times at once for answers in a format, a new one each."""
+
+    async def ask(site: Site, number: int) -> Sequence[str]:
+        formats = [FORMATS[name](count * number + k) for k in range(count)]
+        bodies = [chat(response_format=each, max_tokens=40) for each in formats]
+        return await site.ask_all(CHAT, *bodies, leave_after=leave_after)
+
+    return ask
 
 
 async def self_referring_tool(site: Site, number: int) -> Sequence[str]:
@@ -184,31 +216,6 @@ async def self_referring_tool(site: Site, number: int) -> Sequence[str]:
     call = f"<function=f>\n<parameter=x>\n{number}\n</parameter>\n</function>"
     asked = await _dictated(site, call) | {"tools": [tool(parameters)], "max_tokens": 200}
     return await site.ask_all(CHAT, chat(**asked), chat(stream=True, **asked))
-
-
-async def slow_schemas(site: Site, number: int) -> Sequence[str]:
-    """Sends twelve schemas that take long to compile, and leaves at once."""
-    bodies = [chat(response_format=_bomb(f"{number} {k}")) for k in range(12)]
-    return await site.ask_all(CHAT, *bodies, leave_after=0.05)
-
-
-async def grammar_bomb(site: Site, number: int) -> Sequence[str]:
-    """Waits for a schema that would take minutes to compile."""
-    return await site.ask_all(CHAT, chat(response_format=_bomb(f"{number}")))
-
-
-async def lexemes(site: Site, number: int) -> Sequence[str]:
-    """Asks for texts of which any part may be the beginning of the end: `.*a.{i}`."""
-    regexes = [f"{number}.*a.{{{i}}}" for i in (8, 14, 20, 1000)]
-    formats = [{"type": "regex", "regex": regex} for regex in regexes]
-    return await site.ask_all(CHAT, *(chat(max_tokens=40, response_format=f) for f in formats))
-
-
-async def optional_properties(site: Site, number: int) -> Sequence[str]:
-    """Sends a schema with 2,000 properties that may all be left out."""
-    properties = {f"p{number}_{k}": {"type": "string"} for k in range(2000)}
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return await site.ask_all(CHAT, chat(response_format=json_schema(schema), max_tokens=40))
 
 
 async def many_tools(site: Site, number: int) -> Sequence[str]:
@@ -253,12 +260,6 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/$defs/{name}"}
-
-
-def _bomb(title: str) -> dict[str, Any]:
-    """Returns a format that takes minutes to compile, other than that of any other title."""
-    patterns = [{"pattern": f"(.*a.{{{count}}})"} for count in range(10, 26)]
-    return json_schema({"title": title, "type": "string", "const": title, "allOf": patterns})
 
 
 # ---- bodies that cost more than they weigh ----
@@ -373,11 +374,15 @@ async def absolute_form(site: Site, number: int) -> Sequence[str]:
 
 
 KINDS: dict[str, Round] = {
+    each.__name__: each for each in (nobody, burst, long_prompts, disconnects, choices, logprobs)
+}
+KINDS |= {name: _asking(name) for name in FORMATS}
+KINDS["lexeme"] = _asking("lexeme", count=4)
+KINDS["slow_schemas"] = _asking("bomb", count=12, leave_after=0.05)  # of clients that are gone
+KINDS |= {
     each.__name__: each
     for each in (
-        *(nobody, burst, long_prompts, disconnects, choices, logprobs, biases),
-        *(nested_names, shared_names, self_referring_tool, slow_schemas, grammar_bomb, lexemes),
-        *(optional_properties, many_tools, streamed_calls),
+        *(self_referring_tool, many_tools, streamed_calls, biases),
         *(token_texts, many_ids, many_messages, deep_json, item_references, kept_responses),
         *(slow_bodies, idle_connections, endless_header, pipelined, absolute_form),
     )
@@ -385,7 +390,7 @@ KINDS: dict[str, Round] = {
 REFUSED = ("absolute_form",)  # kinds of which no request may be answered
 
 
-def faults(kind: str, ends: Counter[str]) -> list[str]:
+def faults(kind: str, ends: Mapping[str, int]) -> list[str]:
     """Returns in what ways requests of this kind have ended that none may."""
     wrong = {end for end in ends if end.startswith("5") and end not in ("503", "504")}
     if kind in REFUSED:
