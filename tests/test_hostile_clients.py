@@ -148,20 +148,20 @@ def test_what_a_kind_breaks_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "ready", "expected"),
+    ("times", "ready", "expected"),
     [
         ([0, 9], [(1, 200), (4, 503)], 4),
         ([0, 9], [(1, 200), (4, 200)], 9),
         ([0, 9], [(1, 503), (4, 200)], 1),
         ([0, 9], [(1, 503)], 0),  # it never said that it was ready
         ([0, 9], [], 0),  # it said nothing at all, which /health shows
-        ([0, 1, 2], [(0.5, 200), (1.5, 200), (7, 200)], 8),  # from the last part to the end
+        ([0, 1, 2, 10], [(0.5, 200), (1.5, 200), (7, 200)], 8),
     ],
 )
 def test_how_long_ready_was_untrue(
-    heard: list[float], ready: list[tuple[float, int]], expected: float
+    times: list[float], ready: list[tuple[float, int]], expected: float
 ) -> None:
-    assert hostile_load.longest_lie(heard, ready, end=10) == expected
+    assert hostile_load.longest_lie(times, ready) == expected
 
 
 def test_only_loopback_is_attacked() -> None:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ class Answer:
     """What became of one ordinary request; times are seconds of one clock."""
 
     sent: float
-    first: float | None = None
+    first: float | None = None  # the end, where no token came
     ended_as: str = "nothing"
 
 
@@ -176,6 +177,7 @@ class Ordinary:
             except httpx.HTTPError as error:
                 answer.ended_as = type(error).__name__
                 await asyncio.sleep(POLL_SECONDS)  # else a dead server is asked without an end
+            answer.first = answer.first or time.monotonic()
             count += 1
 
     async def _ask(self, client: httpx.AsyncClient, body: Any, answer: Answer) -> None:
@@ -204,7 +206,7 @@ class Watch:
     def __init__(self, server: Server, bounds: Bounds) -> None:
         self._server, self._bounds = server, bounds
         self._port = hostile_clients.port_of(server.url)
-        self._thread = threading.Thread(target=self._run)
+        self._threads = [threading.Thread(target=each) for each in (self._run, self._weigh)]
         self._is_over = threading.Event()
         self.health: list[float] = []  # seconds of each answer
         self.unhealthy = 0  # answers other than 200
@@ -213,15 +215,14 @@ class Watch:
         self.is_too_large = False
 
     def __enter__(self) -> Watch:
-        self._weigher = threading.Thread(target=self._weigh)
-        self._weigher.start()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
-        self._weigher.join()
+        for thread in self._threads:
+            thread.join()
 
     def _get(self, path: str) -> int:
         """Returns the status of an answer, 0 if none came."""
@@ -250,13 +251,14 @@ class Watch:
                 self._server.process.kill()
 
 
-def longest_lie(heard: Sequence[float], ready: Sequence[tuple[float, int]], end: float) -> float:
-    """Returns for how many seconds at most nobody heard anything while /ready had said 200.
+def longest_lie(times: Sequence[float], ready: Sequence[tuple[float, int]]) -> float:
+    """Returns for how many seconds at most nobody heard anything while /ready had said 200. `times`
+    are the beginning, those at which anyone heard a part, and the end.
 
-    Example: parts at 0 and 9 s, 200 at 1 s and 503 at 4 s: it lied for 4 s.
+    Example: from a part at 0 s to one at 9 s, 200 at 1 s and 503 at 4 s: it lied for 4 s.
     """
     longest = 0.0
-    for begin, until in zip(heard, [*heard[1:], end], strict=True):
+    for begin, until in pairwise(times):
         between = [(at, status) for at, status in ready if begin < at <= until]
         if any(status == 200 for _, status in between):
             told = [at for at, status in between if status == 503]
@@ -292,21 +294,21 @@ def measure(
         asyncio.run(ordinary.run())
         attacker.join()
     end = time.monotonic()
-    firsts = [each.first - each.sent for each in ordinary.answers if each.first is not None]
+    waits = [each.first - each.sent for each in ordinary.answers if each.first is not None]
     lost = Counter(a.ended_as for a in ordinary.answers if a.ended_as != "answered")
     figures = {
         "kind": kind,
         "seconds": round(end - begun, 1),
         "unhealthy": watch.unhealthy,
         "health": round(max(watch.health, default=0.0), 3),
-        "first": first_tokens(firsts),
+        "first": first_tokens(waits),
         "asked": len(ordinary.answers),
         "lost": dict(lost),
         "hostile": dict(ends),
         "before_mb": round(watch.before_mb),
         "peak_mb": round(watch.peak_mb),
         "too_large": watch.is_too_large,
-        "ready_in_vain": round(longest_lie(sorted(ordinary.heard) or [begun], watch.ready, end), 1),
+        "ready_in_vain": round(longest_lie([begun, *ordinary.heard, end], watch.ready), 1),
         "tracebacks": server.num_tracebacks,
     }
     return figures | {"broken": broken(figures, bounds)}
@@ -314,8 +316,6 @@ def measure(
 
 def first_tokens(seconds: Sequence[float]) -> dict[str, float]:
     """Returns the median of the waits for the first token, the 99th percentile and the longest."""
-    if len(seconds) < 2:
-        return {"longest": max(seconds, default=0.0)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     found = {"p50": cuts[49], "p99": cuts[98], "longest": max(seconds)}
     return {name: round(value, 3) for name, value in found.items()}
@@ -391,7 +391,7 @@ def row(figures: dict[str, Any]) -> list[str]:
     return [
         figures["kind"],
         f"{figures['health']:.2f}",
-        *(f"{first[name]:.2f}" if name in first else "-" for name in ("p50", "p99", "longest")),
+        *(f"{first[name]:.2f}" for name in ("p50", "p99", "longest")),
         str(figures["asked"]),
         *counts,
         str(figures["before_mb"]),
