@@ -409,7 +409,7 @@ def port_of(url: str) -> int:
 async def attack(kind: str, site: Site, rounds: int, seconds: float) -> Counter[str]:
     """Sends rounds of a kind, until they are sent or the time is over; counts how requests ended.
 
-    What still runs then counts as "left".
+    What still runs then counts as "left". A dead server answers nothing that a round needs.
     """
     ends = Counter[str]()
     until = time.monotonic() + seconds
@@ -421,4 +421,6 @@ async def attack(kind: str, site: Site, rounds: int, seconds: float) -> Counter[
                 ends.update(await KINDS[kind](site, number))
         except TimeoutError:
             ends[LEFT] += 1
+        except (ValueError, LookupError):  # of an answer that the round needed
+            ends["unreadable"] += 1
     return ends

@@ -285,8 +285,10 @@ def measure(
     begun = time.monotonic()
 
     def attack() -> None:
-        ends.update(asyncio.run(hostile_clients.attack(kind, site, rounds, seconds)))
-        ordinary.is_over = True
+        try:
+            ends.update(asyncio.run(hostile_clients.attack(kind, site, rounds, seconds)))
+        finally:
+            ordinary.is_over = True
 
     with Watch(server, bounds) as watch:
         attacker = threading.Thread(target=attack)  # its bodies cost the others no time

@@ -344,7 +344,7 @@ def kinds_of(text: str) -> list[str]:
     return names
 
 
-def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_hostile(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures each kind of hostile client, and prints a table of them."""
     kinds = kinds_of(arguments.hostile)
     bounds = Bounds(
@@ -365,7 +365,7 @@ def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- the run ----
 
 
-def load(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_load(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sends the load; "broken" says whether anything ended as it should not."""
     models = names_of(arguments.bundle)
     with served(words_of(arguments)) as server:
@@ -418,7 +418,7 @@ def main(words: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=float, default=value, help=f"{text}; {value:g}")
     arguments = parse(parser, words)
-    figures = hostile(arguments) if arguments.hostile else load(arguments)
+    figures = (measure_hostile if arguments.hostile else measure_load)(arguments)
     manifest = manifest_of(arguments.bundle[0])
     write(arguments.json, figures, threads=arguments.threads, manifest=manifest, note=NOTE)
     return 1 if figures["broken"] else 0
