@@ -117,7 +117,7 @@ MISSING = {
 
 def require_known(model_type: object) -> Family:
     """Returns the table of a family; raises UnsupportedModelError, which lists all, for others."""
-    if model_type not in FAMILIES:
+    if str(model_type) not in FAMILIES:
         missing = MISSING.get(str(model_type).removesuffix("_text"))
         needs = f" (it needs {missing})" if missing else ""
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from spec_export.loading import foreign_json
 from spec_export.loading.files import HEADS, weight_files
 from spec_export.loading.pretrained import read_tensors
 from spec_runtime.errors import UnsupportedModelError, UserError
@@ -29,7 +30,7 @@ MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a 
 class ForeignFolder:
     """Holds a drafter's files in memory: `config` as it is, and the tensors in float32.
 
-    path: the folder, or a GGUF file. Of a whole model with Medusa's heads it holds the heads;
+    A tensor has at least one axis. path: the folder, or a GGUF file. Of a whole model with Medusa's heads it holds the heads;
     is_whole_model says so.
     """
 
@@ -38,6 +39,9 @@ class ForeignFolder:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     is_whole_model: bool = False
+
+    def __post_init__(self) -> None:
+        self.tensors = {name: torch.atleast_1d(each) for name, each in self.tensors.items()}
 
     def search(self) -> dict[str, int]:
         """Returns how our `export` says that a drafter of ours is searched, by names of SEARCH;
@@ -72,7 +76,9 @@ class ForeignFolder:
             raise UserError(
                 f"{self.path}: got {name} of shape {list(tensor.shape)}, expected {expected} axes"
             )
-        return tensor.float() if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point() or not all(map(torch.isfinite, tensor.aminmax())):
+            raise UserError(f"{self.path}: got {name} with no finite fractions, expected weights")
+        return tensor.float()
 
     def require_all_read(self, harmless: Collection[str]) -> None:
         """Raises UnsupportedModelError if a tensor is left that changes what the drafter does."""
@@ -92,12 +98,7 @@ def open_folder(path: Path) -> ForeignFolder:
     UserError if a file is missing or damaged, and UnsupportedModelError, before weights are read,
     for those of PARD-2; pickled files may hold tensors only.
     """
-    try:
-        config = parse_json((path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
+    config = foreign_json.read(path / "config.json", foreign_json.CONFIG)
     refused = next((key for key in PARD_2 if key in config), None)
     if refused is not None:
         raise UnsupportedModelError(

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from spec_export.foreign.folder import ForeignFolder
-from spec_export.loading import gguf_header, gguf_weights
+from spec_export.loading import foreign_json, gguf_header, gguf_weights
 from spec_export.loading.gguf_header import FREQS, GGUFTensor
+from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 
 # A file's keys under its architecture's name with the names that a config has, and those that tell
@@ -150,6 +151,7 @@ def open_file(path: Path) -> ForeignFolder:
         else:
             theirs = (NAMES | known.names).get(stem)
         tensors[theirs + name[len(stem) :] if theirs else name] = tensor
+    mapping.require_types(foreign_json.CONFIG, config, f"{path} at ")
     pairs = _head_dim(config, tensors) // 2
     if config.get("rotary_dim") not in (None, 2 * pairs):
         raise UnsupportedModelError(

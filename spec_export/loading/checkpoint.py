@@ -174,7 +174,11 @@ class Sound(Mapping[str, Tensor]):
     def whole(self) -> dict[str, Tensor]:
         """Returns all tensors in float32, with memory of their own; a UserError names the first of
         all that are wrong."""
-        tensors = {name: self._tensors[name].to(torch.float32, copy=True) for name in self.shapes}
+        stored = {name: self._tensors[name] for name in self.shapes}
+        tensors = {
+            name: each.to(torch.float32 if each.is_floating_point() else each.dtype, copy=True)
+            for name, each in stored.items()
+        }
         require_sound(self._where, tensors, self.shapes)
         return tensors
 
@@ -189,6 +193,8 @@ def require_sound(
         if tensor.shape != shapes[name]
     }
     require_none(where, "the weights hold", "of another shape than the config's", wrong)
+    wrong = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    require_none(where, "the weights hold", "of whole or complex numbers", wrong)
     wrong = {
         name
         for name, tensor in tensors.items()
