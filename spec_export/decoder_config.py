@@ -260,7 +260,7 @@ def _require_supported_rope(raw: Any, rope: Any, family: Family) -> None:
     unknown = sorted(map(str, set(rope) - ROPE_FIELDS - family.fields))
     if unknown:
         raise UnsupportedModelError(
-            f"got rotary parameter '{unknown[0]:.40}' in the config, which is not supported: "
+            f"got rotary parameter {unknown[0]!r:.40} in the config, which is not supported: "
             f"expected {', '.join(sorted(ROPE_FIELDS))}"
         )
     theta: Any = rope.get("rope_theta")

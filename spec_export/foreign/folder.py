@@ -30,8 +30,8 @@ MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a 
 class ForeignFolder:
     """Holds a drafter's files in memory: `config` as it is, and the tensors in float32.
 
-    A tensor has at least one axis. path: the folder, or a GGUF file. Of a whole model with Medusa's heads it holds the heads;
-    is_whole_model says so.
+    Scalars have one axis. path: the folder, or a GGUF file. Of a whole model with Medusa's heads it
+    holds the heads; is_whole_model says so.
     """
 
     path: Path

@@ -185,11 +185,11 @@ def _scaled_rotation(factors: list[float]) -> dict[str, Any]:
 
 
 def _require_factors(path: Path, factors: list[float], expected: int) -> None:
-    """Raises UserError unless each pair of a head's numbers has a factor of more than 0."""
-    if len(factors) != expected or not min(factors) > 0:
+    """Raises UserError unless each pair of a head's numbers has a factor."""
+    if len(factors) != expected:
         raise UserError(
-            f"{path}: got {len(factors)} factors from {min(factors, default=0)} in {FREQS}, "
-            f"expected {expected} of more than 0"
+            f"{path}: got {len(factors)} factors in {FREQS}, expected {expected}, one for each "
+            "frequency of a head"
         )
 
 

@@ -83,12 +83,13 @@ def read_pickled(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _short(names: Iterable[str], path: Path) -> list[str]:
-    """Returns names that messages may repeat; raises UserError if one is too long for that."""
+    """Returns names that messages may repeat; raises UserError if one is not fit for that."""
     found = list(map(str, names))
-    if too_long := next((name for name in found if len(name) > MAX_NAME), None):
+    odd = (name for name in found if len(name) > MAX_NAME or not name.isprintable())
+    if name := next(odd, None):
         raise UserError(
-            f"{path} holds a tensor of a name of {len(too_long)} characters, expected "
-            f"at most {MAX_NAME}: {too_long:.40}...; download or convert it again"
+            f"{path} holds a tensor of a name of {len(name)} characters, expected at most "
+            f"{MAX_NAME} that can be printed: {name!r:.40}...; download or convert it again"
         )
     return found
 

@@ -133,7 +133,13 @@ def _require_shards(folder: Path) -> None:
         if not list(folder.glob(pattern)):
             continue
         for index in folder.glob(f"{pattern.replace('*', '')}.index.json"):
-            files = set((foreign_json.read(index, foreign_json.INDEX)["weight_map"]).values())
+            named = foreign_json.read(index, foreign_json.INDEX).get("weight_map")
+            if not named:
+                raise UserError(
+                    f"{index}: got no weight_map, expected the file of each tensor; download the "
+                    "index again"
+                )
+            files = set(named.values())
             lost = sorted(file for file in files if not (folder / file).is_file())
             if lost:
                 raise UserError(

@@ -92,9 +92,9 @@ def _in_place(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = 
         return scale.reshape(1, 1).expand(N, K)
     if scale.ndim == 1:
         scale = scale[:, None]
-    if block is None and (scale.shape[0] != N or K % scale.shape[1]):
-        raise ValueError(f"got scales {list(scale.shape)} of a matrix {[N, K]}")
     rows, columns = block or (1, K // scale.shape[1])
+    if list(scale.shape) != [-(-N // rows), -(-K // columns)]:
+        raise ValueError(f"got scales {list(scale.shape)} of a matrix {[N, K]}")
     scale = scale[torch.arange(N) // rows] if rows > 1 else scale
     return scale[:, torch.arange(K) // columns]
 
@@ -177,11 +177,16 @@ def _scaled(parts: Parts) -> Tensor:
 
 def _mlx(parts: Parts) -> Tensor:
     own = parts.settings.get(parts.stem)
-    settings = {**parts.settings, **own} if isinstance(own, dict) else parts.settings
+    settings = parts.settings
+    if isinstance(own, dict):
+        mapping.require_types(foreign_json.QUANTISATION, own, f"{parts.stem} in config.json at ")
+        settings = {**settings, **own}
     if settings.get("mode", "affine") != "affine":
         raise UnsupportedModelError(f"got MLX weights in mode {settings['mode']}, expected affine")
     scale_NG, minimum_NG = parts.need(".scales"), parts.need(".biases")
-    q_NK = unpack(parts.need(".weight"), int(settings["bits"]), 1)
+    if scale_NG.ndim != 2 or scale_NG.shape != minimum_NG.shape:
+        raise ValueError(f"got scales {list(scale_NG.shape)}, minima {list(minimum_NG.shape)}")
+    q_NK = unpack(parts.need(".weight"), settings["bits"], 1)
     return _product(q_NK, scale_NG) + _in_place(minimum_NG, q_NK.shape)
 
 

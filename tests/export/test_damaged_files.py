@@ -20,7 +20,9 @@ import torch
 from foreign_sources import DRAFTERS, QUANTISED, TARGETS, change, change_tensors, copy
 
 from spec_export.cli import main
+from spec_export.decoder_config import own_rotary_table
 from spec_export.foreign import importer
+from spec_runtime.errors import UserError
 
 SECONDS, MEGABYTES = 5.0, 1500
 BIG, DEEP = 10_000_000, {"a": {"a": {"a": []}}}
@@ -44,7 +46,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {"rope_scaling": {"rope_type": {}, "factor": 4}},
         {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "32"}},
         {"rope_scaling": {"type": "llama3", "factor": 8}},
-        {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": [], "high_freq_factor": 4}},
+        {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": []}},
         {"rope_scaling": {"type": "longrope", "short_factor": ["1"] * 4, "long_factor": [1.0] * 4,
                           "original_max_position_embeddings": 64}},
         {"rope_scaling": {"type": "longrope", "short_factor": 1, "long_factor": 1}},
@@ -121,6 +123,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
     ],
     "llama": [
         {"model_type": ["llama"]}, {"model_type": {}}, {"model_type": None},
+        {"model_type": "a\x1eb\n"},
         {"num_hidden_layers": BIG}, {"num_hidden_layers": "8"}, {"num_hidden_layers": -8},
         {"num_hidden_layers": 8.0}, {"num_hidden_layers": 1 << 62}, {"vocab_size": 1 << 40},
         {"vocab_size": [98]}, {"hidden_size": "32"}, {"hidden_size": 0}, {"hidden_size": -32},
@@ -128,7 +131,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {"num_attention_heads": 0}, {"num_attention_heads": 64}, {"num_key_value_heads": "2"},
         {"num_key_value_heads": 0}, {"num_key_value_heads": 3}, {"head_dim": "8"},
         {"head_dim": -8}, {"head_dim": 1 << 23}, {"max_position_embeddings": 0},
-        {"max_position_embeddings": "256"}, {"max_position_embeddings": 1 << 24},
+        {"max_position_embeddings": "256"},
         {"rms_norm_eps": "1e-6"}, {"rms_norm_eps": None}, {"rms_norm_eps": -1.0},
         {"rope_parameters": "default"}, {"rope_parameters": ["rope_theta"]},
         {"rope_parameters": {"rope_theta": "10000", "rope_type": "default"}},
@@ -148,17 +151,18 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {"generation_config.json": {"eos_token_id": 1.5}},
         {"tokenizer_config.json": {"chat_template": 5}},
         {"tokenizer_config.json": {"chat_template": [1]}},
-        {"tokenizer_config.json": {"chat_template": [{"name": "default"}]}},
+
         {"tokenizer_config.json": {"tokenizer_class": ["x"]}},
         {"tokenizer_config.json": {"eos_token": 7}},
-        {INDEX: {"weight_map": []}}, {INDEX: {"weight_map": "x"}}, {INDEX: {"weight_map": {"a": 1}}},
+        {INDEX: {"weight_map": []}}, {INDEX: {"weight_map": None}},
+        {INDEX: {"weight_map": "x"}}, {INDEX: {"weight_map": {"a": 1}}},
         {INDEX: {"weight_map": {"a": ["model.safetensors"]}}},
         {INDEX: {"weight_map": {"a": "../six/model.safetensors"}}},
         {INDEX: {"weight_map": {"a": "/etc/passwd"}}}, {INDEX: {"weight_map": {"a": "x\0"}}},
         {INDEX: {"weight_map": {"a": "y" * 5000}}},
     ],
     "experts": [
-        {"num_experts": "4"}, {"num_experts": -1}, {"num_experts": BIG},
+        {"num_local_experts": "4"}, {"num_local_experts": -1}, {"num_local_experts": BIG},
         {"num_experts_per_tok": 0}, {"num_experts_per_tok": 9}, {"num_experts_per_tok": "2"},
         {"decoder_sparse_step": 0}, {"decoder_sparse_step": "1"}, {"mlp_only_layers": 3},
         {"mlp_only_layers": "0"}, {"mlp_only_layers": [[0]]}, {"moe_intermediate_size": "16"},
@@ -186,7 +190,8 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {"quantization_config.bits": "4"}, {"quantization_config.bits": [4]},
         {"quantization_config.bits": 4.5}, {"quantization_config.bits": BIG},
         {"quantization_config.quant_method": ["gptq"]}, {"quantization_config.quant_method": {}},
-        {"quantization_config.checkpoint_format": []}, {"quantization_config.checkpoint_format": {}},
+        {"quantization_config.checkpoint_format": []},
+        {"quantization_config.checkpoint_format": {}},
         {"quantization_config.sparsity_config": "dense"},
         {"quantization_config.sparsity_config": []}, {"quantization_config.group_size": "32"},
         {"quantization_config.group_size": 1 << 70}, {"quantization_config.bits": True},
@@ -211,7 +216,8 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {f"{WEIGHTS0}.block_structure": [0, 0]}, {f"{WEIGHTS0}.block_structure": ["a", "b"]},
     ],
     "FP8": [
-        {"quantization_config.weight_block_size": 24}, {"quantization_config.weight_block_size": "2"},
+        {"quantization_config.weight_block_size": 24},
+        {"quantization_config.weight_block_size": "2"},
         {"quantization_config.weight_block_size": [24]},
         {"quantization_config.weight_block_size": [0, 24]},
         {"quantization_config.weight_block_size": [-24, 24]},
@@ -222,7 +228,7 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
     "MLX": [
         {"quantization.bits": "4"}, {"quantization.bits": 0}, {"quantization.bits": 99},
         {"quantization.bits": None}, {"quantization.bits": []}, {"quantization.mode": ["affine"]},
-        {"quantization.group_size": "x"}, {"quantization.group_size": None},
+        {"quantization.group_size": "x"},
         {"quantization": {"bits": 4, "group_size": 32,
                           "model.layers.0.self_attn.q_proj": {"bits": "4"}}},
     ],
@@ -246,8 +252,10 @@ TENSORS: dict[str, list[dict[str, torch.Tensor | str | None]]] = {
     "EAGLE-3": [
         {"fc.weight": torch.tensor(1.0)}, {"norm.weight": torch.tensor(1.0)},
         {"q_proj": torch.tensor(1.0)}, {"d2t": torch.tensor(1)}, {"d2t": torch.ones(49)},
-        {"t2d": torch.tensor(True)}, {"lm_head": torch.tensor(2.0)}, {"fc.weight": torch.ones(0, 0)},
-        {"fc_norm.1": torch.ones(3)}, {"fc_norm.1": None}, {"fc.weight": torch.full((32, 96), torch.nan)},
+        {"t2d": torch.tensor(True)}, {"lm_head": torch.tensor(2.0)},
+        {"fc.weight": torch.ones(0, 0)},
+        {"fc_norm.1": torch.ones(3)}, {"fc_norm.1": None},
+        {"fc.weight": torch.full((32, 96), torch.nan)},
         {"mlp.gate": torch.ones(48, 32, dtype=torch.int64)}, {"q_proj": torch.ones(0, 64)},
         {"k_proj": torch.ones(0, 64)}, {"t2d": torch.ones(98)},
     ],
@@ -276,7 +284,8 @@ TENSORS: dict[str, list[dict[str, torch.Tensor | str | None]]] = {
     ],
     "adapter": [
         {"lora_A": torch.tensor(1.0)}, {"lora_B": torch.tensor(1.0)},
-        {"0.self_attn.q_proj.lora_A": torch.ones(0, 32), "0.self_attn.q_proj.lora_B": torch.ones(32, 0)},
+        {"0.self_attn.q_proj.lora_A": torch.ones(0, 32),
+         "0.self_attn.q_proj.lora_B": torch.ones(32, 0)},
         {"lora_A": torch.ones(32)}, {"lora_B": torch.ones(4, 4, 4)},
         {"0.self_attn.q_proj.lora_A.weight": "0.self_attn.q_proj.lora_magnitude_vector"},
         {"lora_A": torch.full((4, 32), torch.inf)},
@@ -289,7 +298,8 @@ TENSORS: dict[str, list[dict[str, torch.Tensor | str | None]]] = {
     ],
     "packed": [
         {".weight_packed": torch.tensor(1)}, {".weight_shape": torch.tensor(1)},
-        {".weight_shape": torch.tensor([1 << 40, 1 << 40])}, {".weight_shape": torch.tensor([-1, 0])},
+        {".weight_shape": torch.tensor([1 << 40, 1 << 40])},
+        {".weight_shape": torch.tensor([-1, 0])},
         {".weight_shape": torch.tensor([1, 2, 3])}, {".weight_scale": torch.ones(0)},
     ],
     "FP8": [
@@ -297,14 +307,16 @@ TENSORS: dict[str, list[dict[str, torch.Tensor | str | None]]] = {
         {f"{Q}.weight": torch.tensor(1.0).to(torch.float8_e4m3fn)},
     ],
     "int8": [{"q_proj.weight": torch.tensor(1, dtype=torch.int8)}],
-    "MLX": [{".scales": torch.tensor(1.0)}, {".biases": torch.tensor(1.0)}, {"q_proj.weight": torch.tensor(1)}],
+    "MLX": [{".scales": torch.tensor(1.0)}, {".biases": torch.tensor(1.0)},
+    {"q_proj.weight": torch.tensor(1)}],
     "bitsandbytes": [
         {BNB: torch.tensor(1.0)}, {BNB: torch.tensor([300, 4])}, {BNB: torch.tensor([123])},
         {BNB: torch.tensor(list(b"[1]"))}, {BNB: torch.tensor(list(b"[" * 5000))},
         {BNB: state(blocksize=0)}, {BNB: state(blocksize=-1)}, {BNB: state(blocksize=1 << 40)},
         {BNB: state(blocksize="64")}, {BNB: state(shape=5)}, {BNB: state(shape=[-1, -1])},
         {BNB: state(shape=["64", 64])}, {BNB: state(nested_blocksize=1 << 40)},
-        {BNB: state(nested_offset="x")}, {"quant_map": torch.ones(3)}, {"quant_map": torch.tensor(1.0)},
+        {BNB: state(nested_offset="x")}, {"quant_map": torch.ones(3)},
+        {"quant_map": torch.tensor(1.0)},
         {"weight.absmax": torch.tensor(1.0)},
     ],
 }  # fmt: skip
@@ -418,3 +430,8 @@ def test_adapters_that_are_their_own_base_are_one_line(
         folder = copy(sources["adapter"], tmp_path / name)
         change(folder, ADAPTER, {"base_model_name_or_path": str(tmp_path / base)})
     require_one_line("adapter", tmp_path / "x", sources, capsys)
+
+
+def test_a_table_is_not_made_by_a_number_in_a_config_alone() -> None:
+    with limits(), pytest.raises(UserError, match="expected at most 5.4e\\+08: give a shorter"):
+        own_rotary_table({"rope_theta": 1e4, "rope_type": "default"}, 128, 1 << 24)
