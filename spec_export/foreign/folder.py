@@ -16,7 +16,7 @@ from spec_export.loading.files import HEADS, weight_files
 from spec_export.loading.pretrained import read_tensors
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
-from spec_runtime.mapping import brief, parse_json
+from spec_runtime.mapping import brief, parse_json, require_keys, require_types
 
 # Settings that change what is drafted and no weight, and what our `export` calls them in the
 # metadata of a safetensors file, which other readers pass over.
@@ -51,13 +51,11 @@ class ForeignFolder:
                 with safe_open(file, "pt") as opened:
                     text = (opened.metadata() or {}).get(SEARCH_KEY, "{}")
                 try:
-                    found = parse_json(text.encode())
+                    found: dict[str, int] = parse_json(text.encode())
+                    require_types(foreign_json.SEARCH, found, "")
+                    require_keys(found, SEARCH, ())
                 except ValueError as error:
                     raise UserError(f"{file}: got {SEARCH_KEY} {brief(error)}") from error
-                if not isinstance(found, dict) or found.keys() - set(SEARCH):
-                    raise UserError(
-                        f"{file}: got {SEARCH_KEY} {text!r:.80}, expected {', '.join(SEARCH)}"
-                    )
                 return found
         return {}
 

@@ -151,7 +151,7 @@ def open_file(path: Path) -> ForeignFolder:
         else:
             theirs = (NAMES | known.names).get(stem)
         tensors[theirs + name[len(stem) :] if theirs else name] = tensor
-    mapping.require_types(foreign_json.CONFIG, config, f"{path} at ")
+    mapping.require_types(foreign_json.CONFIG, config, f"{path}: ")
     pairs = _head_dim(config, tensors) // 2
     if config.get("rotary_dim") not in (None, 2 * pairs):
         raise UnsupportedModelError(

@@ -42,8 +42,8 @@ SLIDING = "sliding_attention"
 def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:
     """Returns the error about a key of the config whose value is not supported."""
     return UnsupportedModelError(
-        f"{folder.path}: got {name} {value!r:.40} in the config, expected {expected}: such a "
-        "drafter is not supported"
+        f"{folder.path}: got {brief(name, 80)} {value!r:.40} in the config, expected {expected}: "
+        "such a drafter is not supported"
     )
 
 
@@ -64,8 +64,8 @@ def require_known_keys(
     for name in left:
         if not name.endswith("_id"):
             raise UnsupportedModelError(
-                f"{folder.path}: got {name} {config[name]!r:.40} in the config, a key that is not "
-                "known: if it changes nothing in the forward pass, remove it from the config"
+                f"{folder.path}: got {brief(name, 80)} {config[name]!r:.40} in the config, a key "
+                "that is not known: if it changes nothing in the forward pass, remove it from the config"
             )
 
 

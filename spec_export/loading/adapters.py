@@ -164,7 +164,13 @@ class Adapter:
         weight = weight.float() + (change.T if is_table else change)
         if "magnitude" in parts:  # DoRA (Liu et al. 2024, eq. 5)
             along = int(not is_table)
-            factor = parts["magnitude"].flatten() / weight.norm(dim=along)
+            norms, magnitude = weight.norm(dim=along), parts["magnitude"].flatten()
+            if magnitude.shape != norms.shape:
+                raise UserError(
+                    f"{self.folder}: got {len(magnitude)} magnitudes of {name}, expected "
+                    f"{len(norms)}"
+                )
+            factor = magnitude / norms
             weight = weight * factor.unsqueeze(along)
         return weight
 

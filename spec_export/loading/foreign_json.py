@@ -1,7 +1,7 @@
 """Reads the JSON files of other programs, whose known fields have to be of the declared types.
 
 Fields that are not declared are left alone, and null stands for an absent one. A wrong value is one
-line: "model/config.json at .rope_theta: got str '1e4', expected more than 0 or null".
+line: "model/config.json: .rope_theta: got str '1e4', expected float or null".
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ TOKENIZER = _fields(
     }
 )
 INDEX = _fields({"weight_map": dict[str, FileName]})
+SEARCH = _fields(_all(("num_guesses", "max_width", "top_k"), Rows))  # of our own exports
 # bitsandbytes' account of a matrix, which is stored as the bytes of a tensor
 MATRIX = _fields(
     {
@@ -140,7 +141,7 @@ MATRIX = _fields(
 def read(path: Path, kind: Any) -> dict[str, Any]:
     """Returns what a JSON file says; raises UserError unless it is an object and fits `kind`."""
     value = read_object(path)
-    mapping.require_types(kind, value, f"{path} at ")
+    mapping.require_types(kind, value, f"{path}: ")
     return value
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from spec_export.loading import foreign_json
 from spec_export.loading.gguf_architectures import ARCHITECTURES, Architecture
 from spec_export.loading.gguf_header import FREQS, LONG, SHORT, GGUFHeader
 from spec_export.loading.gguf_keys import Keys
+from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 
 SIZES = {  # fields of a transformers config by their keys
@@ -94,6 +96,7 @@ def config_fields(header: GGUFHeader) -> dict[str, Any]:
     for name in SCALES:
         keys.require(name, (0, 1))
     keys.require_none_left()
+    mapping.require_types(foreign_json.CONFIG, fields, "the GGUF file: ")
     return fields
 
 

@@ -66,6 +66,8 @@ def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
     """
     if not 1 < bits <= 8:
         raise UnsupportedModelError(f"got weights of {bits} bits, expected 2 to 8")
+    if words.dtype not in (torch.int32, torch.uint32):
+        raise ValueError(f"got words of {words.dtype}, expected 32-bit integers")
     is_split = bool(32 % bits)
     words = words.view(torch.int32).movedim(axis, -1)
     words = words.long() & 0xFFFFFFFF if is_split else words
@@ -179,7 +181,7 @@ def _mlx(parts: Parts) -> Tensor:
     own = parts.settings.get(parts.stem)
     settings = parts.settings
     if isinstance(own, dict):
-        mapping.require_types(foreign_json.QUANTISATION, own, f"{parts.stem} in config.json at ")
+        mapping.require_types(foreign_json.QUANTISATION, own, f"{parts.stem} in config.json: ")
         settings = {**settings, **own}
     if settings.get("mode", "affine") != "affine":
         raise UnsupportedModelError(f"got MLX weights in mode {settings['mode']}, expected affine")
@@ -195,7 +197,7 @@ def _bnb4(parts: Parts) -> Tensor:
     if not suffixes:
         raise UserError(f"got {parts.stem}.weight without its quant_state")
     state = mapping.parse_json(bytes(parts.tensors[suffixes[0]].tolist()))
-    mapping.require_types(foreign_json.MATRIX, state, f"{suffixes[0]} at ")
+    mapping.require_types(foreign_json.MATRIX, state, f"{suffixes[0]}: ")
     absmax = parts.need(".weight.absmax")
     if absmax.dtype == torch.uint8:  # itself quantised
         levels, outer = parts.need(".weight.nested_quant_map"), parts.need(".weight.nested_absmax")

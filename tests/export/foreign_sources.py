@@ -104,13 +104,13 @@ def change(folder: Path, name: str, fields: dict[str, Any]) -> None:
 
 
 def change_tensors(folder: Path, changes: dict[str, torch.Tensor | str | None]) -> None:
-    """Replaces the first tensors whose names hold these texts; None removes them, and a text is
-    their new name."""
+    """Replaces the first tensors whose names hold these texts, or adds them; None removes them,
+    and a text is their new name."""
     path = next(folder / name for name in WEIGHTS if (folder / name).is_file())
     tensors = safetensors.torch.load_file(path)
     for part, value in changes.items():
-        name = next(name for name in sorted(tensors) if part in name)
-        old = tensors.pop(name)
+        name = next((name for name in sorted(tensors) if part in name), part)
+        old = tensors.pop(name, torch.ones(1))
         if isinstance(value, str):
             tensors[name.replace(part, value)] = old
         elif value is not None:

@@ -61,7 +61,8 @@ FIELDS: dict[str, list[dict[str, Any]]] = {
         {"eagle_aux_hidden_state_layer_ids": [2, 4, 1 << 70]},
         {"hidden_act": ["silu"]}, {"hidden_act": {}}, {"architectures": "x", "hidden_act": 1},
         {"model_type": ["llama"]}, {"model_type": {}}, {"attention_bias": "false"},
-        {"norm_before_residual": "yes"}, {"norm_before_residual": DEEP},
+        {"a\nb": 1}, {"eagle_config.a\x1eb": 1}, {"norm_before_residual": "yes"},
+        {"norm_before_residual": DEEP},
     ],
     "speculators": [
         {"transformer_layer_config": []}, {"transformer_layer_config": "llama"},
@@ -286,14 +287,19 @@ TENSORS: dict[str, list[dict[str, torch.Tensor | str | None]]] = {
         {"lora_A": torch.tensor(1.0)}, {"lora_B": torch.tensor(1.0)},
         {"0.self_attn.q_proj.lora_A": torch.ones(0, 32),
          "0.self_attn.q_proj.lora_B": torch.ones(32, 0)},
-        {"lora_A": torch.ones(32)}, {"lora_B": torch.ones(4, 4, 4)},
+        {f"base_model.model.model.{Q}.lora_magnitude_vector": torch.ones(3)},
+        {f"base_model.model.model.{Q}.lora_magnitude_vector": torch.tensor(1.0)},
+        {"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)},
+        {"base_model.model.a\nb": torch.ones(1)}, {"lora_A": torch.ones(32)},
+        {"lora_B": torch.ones(4, 4, 4)},
         {"0.self_attn.q_proj.lora_A.weight": "0.self_attn.q_proj.lora_magnitude_vector"},
         {"lora_A": torch.full((4, 32), torch.inf)},
         {"model.layers.0.self_attn.q_proj.lora_A.weight": "model.embed_tokens.weight"},
     ],
     "GPTQ": [
         {".qweight": torch.tensor(1)}, {".scales": torch.tensor(1.0)}, {".qzeros": torch.tensor(1)},
-        {".qweight": torch.ones(8)}, {".qweight": torch.ones(4, 4, dtype=torch.int64)},
+        {".qweight": torch.ones(8)}, {f"{Q}.qweight": torch.ones(8, 64)},
+        {".qweight": torch.ones(4, 4, dtype=torch.int64)},
         {".qzeros": torch.ones(1, 1)},
     ],
     "packed": [
@@ -433,5 +439,5 @@ def test_adapters_that_are_their_own_base_are_one_line(
 
 
 def test_a_table_is_not_made_by_a_number_in_a_config_alone() -> None:
-    with limits(), pytest.raises(UserError, match="expected at most 5.4e\\+08: give a shorter"):
+    with limits(), pytest.raises(UserError, match="give a shorter --max-length"):
         own_rotary_table({"rope_theta": 1e4, "rope_type": "default"}, 128, 1 << 24)
