@@ -326,7 +326,7 @@ def _rotary_table(raw: Any, config: DecoderConfig, name: str) -> tuple[Tensor, T
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"got rotary parameters {rope!r:.80}: {brief(error)}") from error
     if not (frequency.isfinite().all() and math.isfinite(factor)):
-        raise UserError(f"got rotary parameters {rope!r:.80}, expected such of finite frequencies")
+        raise UserError(f"got rotary parameters {rope!r:.80}, expected finite frequencies")
     if config.rows * len(frequency) > MAX_TABLE:
         raise UserError(
             f"got a context of {config.max_length} tokens, whose rotary table has "

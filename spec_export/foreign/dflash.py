@@ -307,9 +307,8 @@ def _convolution(
 ) -> dict[str, int]:
     """Moves a convolution of this name into `state` and returns the fields that it decides."""
     state[f"{name}.project"] = project = folder.take(f"{name}.kernel_projection.weight").T
-    base = folder.tensors.pop(f"{name}.base_kernel", torch.zeros(0)).float()
-    D, rows = project.shape
-    size = base.shape[1] if base.dim() == 3 else 0
+    base = folder.take(f"{name}.base_kernel", 3)
+    (D, rows), size = project.shape, base.shape[1]
     if not size or not rows or base.shape != (2, size, D) or 2 * size * D % rows:
         raise UserError(
             f"{folder.path}: got {name} of shapes {list(base.shape)} and {[rows, D]}, expected "

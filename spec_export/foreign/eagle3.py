@@ -306,8 +306,8 @@ def _masks(
             f"got --norm-output for {folder.path}, a P-EAGLE drafter, expected none: no row of it "
             "reads another one's output"
         )
-    hidden, token = folder.tensors.pop(MASK).float(), config.get("mask_token_id")
-    if hidden.numel() != width or hidden.dim() != 3:
+    hidden, token = folder.take(MASK, 3), config.get("mask_token_id")
+    if hidden.numel() != width:
         raise UserError(
             f"{folder.path}: got {MASK} of shape {list(hidden.shape)}, expected [1, 1, {width}]"
         )

@@ -63,19 +63,22 @@ class ForeignFolder:
         """Returns the SHA-256 of each file."""
         return {file.name: sha256(file) for file in self.files}
 
-    def take(self, name: str) -> Tensor:
-        """Returns a tensor and marks it as read; raises UserError if it is not there, or is no
-        vector of a norm or bias and no matrix."""
+    def take(self, name: str, axes: int | None = None) -> Tensor:
+        """Returns a tensor in float32 and marks it as read; raises UserError if it is not there,
+        is not finite, or has not so many axes: by default those of a norm, a bias or a matrix."""
         if name not in self.tensors:
             raise UserError(f"{self.path}: got no tensor {name}, expected it in such a drafter")
         tensor = self.tensors.pop(name)
-        expected = 1 if "norm" in name or name.endswith(".bias") else 2
+        expected = axes or (1 if "norm" in name or name.endswith(".bias") else 2)
         if tensor.dim() != expected:
             raise UserError(
                 f"{self.path}: got {name} of shape {list(tensor.shape)}, expected {expected} axes"
             )
-        if not tensor.is_floating_point() or not all(map(torch.isfinite, tensor.aminmax())):
-            raise UserError(f"{self.path}: got {name} with no finite fractions, expected weights")
+        if not tensor.is_floating_point() or not all(map(torch.isfinite, tensor.float().aminmax())):
+            raise UserError(
+                f"{self.path}: got {name} of {tensor.dtype} or with NaN or infinity, expected "
+                "finite fractions"
+            )
         return tensor.float()
 
     def require_all_read(self, harmless: Collection[str]) -> None:

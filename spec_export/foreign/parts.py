@@ -65,7 +65,7 @@ def require_known_keys(
         if not name.endswith("_id"):
             raise UnsupportedModelError(
                 f"{folder.path}: got {brief(name, 80)} {config[name]!r:.40} in the config, a key "
-                "that is not known: if it changes nothing in the forward pass, remove it from the config"
+                "that is not known: if it changes nothing in the forward pass, remove it from there"
             )
 
 

@@ -62,7 +62,7 @@ QUANTISATION = _fields(
         "group_size": int,
         "load_in_4bit": bool,
         "weight_block_size": Pair,
-        "config_groups": dict[str, _GROUP],
+        "config_groups": dict[str, _GROUP],  # type: ignore[valid-type]
         "sparsity_config": _fields({"format": Text}),
     }
 )

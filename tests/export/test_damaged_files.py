@@ -25,7 +25,8 @@ from spec_export.foreign import importer
 from spec_runtime.errors import UserError
 
 SECONDS, MEGABYTES = 5.0, 1500
-BIG, DEEP = 10_000_000, {"a": {"a": {"a": []}}}
+BIG = 10_000_000
+DEEP: dict[str, Any] = {"a": {"a": {"a": []}}}
 ADAPTER, INDEX = "adapter_config.json", "model.safetensors.index.json"
 SLOW = r"(.|..)+x"
 WEIGHTS0 = "quantization_config.config_groups.0.weights"

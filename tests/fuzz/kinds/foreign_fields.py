@@ -80,8 +80,10 @@ def _cases(sources: tuple[str, ...], files: tuple[str, ...]) -> SearchStrategy[A
     )
     value = hostile | likely | likely.flatmap(lambda one: st.lists(st.just(one), max_size=8))
     field = st.one_of(
-        st.tuples(st.just(file), st.sampled_from(list(declared(kinds[file]))), value).map(list)
-        for file in files
+        [
+            st.tuples(st.just(file), st.sampled_from(list(declared(kinds[file]))), value).map(list)
+            for file in files
+        ]
     )
     source, fields = st.sampled_from(sources), st.lists(field, min_size=1, max_size=3)
     return st.one_of(
