@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief
+from spec_runtime.files.mapping import brief
 
 ASSETS = Path(str(resources.files("spec_export"))) / "assets"
 

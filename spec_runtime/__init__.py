@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from spec_runtime.bundle.manifest import BundleError
+from spec_runtime.dialogue.call_reader import Part
 from spec_runtime.engine import Engine
 from spec_runtime.errors import (
     ContextLengthError,
@@ -14,18 +15,17 @@ from spec_runtime.errors import (
     UserError,
 )
 from spec_runtime.load import load
-from spec_runtime.requests.call_reader import Part
-from spec_runtime.requests.options import CallOptions
-from spec_runtime.requests.result import Chunk, GenerationResult, Piece, Usage
+from spec_runtime.loop.options import CallOptions
+from spec_runtime.loop.result import Chunk, GenerationResult, Piece, Usage
+from spec_runtime.loop.stats import Stats
+from spec_runtime.loop.step import Step
+from spec_runtime.queue.admission import QueueFull
+from spec_runtime.queue.session import Session
 from spec_runtime.sampling import SamplingParams, TokenLogprob
-from spec_runtime.sessions.session import Session
-from spec_runtime.stats import Stats
-from spec_runtime.step import Step
-from spec_runtime.waiting.admission import QueueFull
 
 if TYPE_CHECKING:
-    from spec_runtime.sessions.async_engine import AsyncEngine
-    from spec_runtime.sessions.async_session import AsyncSession
+    from spec_runtime.queue.async_engine import AsyncEngine
+    from spec_runtime.queue.async_session import AsyncSession
 
 __all__ = [
     "AsyncEngine",
@@ -57,4 +57,4 @@ def __getattr__(name: str) -> Any:
     homes = {"AsyncEngine": "async_engine", "AsyncSession": "async_session"}
     if name not in homes:
         raise AttributeError(name)
-    return getattr(import_module(f"spec_runtime.sessions.{homes[name]}"), name)
+    return getattr(import_module(f"spec_runtime.queue.{homes[name]}"), name)

@@ -1,6 +1,6 @@
 """Generates text with one drafter on one target, reusing the KV rows of a common prefix.
 
-A thin layer over generate.py (tokens) and text.py (text). An engine remembers which tokens the
+A thin layer over loop/generate.py (tokens) and text.py (text). An engine remembers which tokens the
 target's cache holds, as long as no other engine has taken the target.
 """
 
@@ -14,28 +14,28 @@ from typing import Any, NamedTuple, Protocol, Self, Unpack
 
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.bundle.memory import available_bytes
-from spec_runtime.constraints.path_masks import PathMasks
-from spec_runtime.conversations.conversations import Conversations
-from spec_runtime.conversations.rows_file import RowsOwner
+from spec_runtime.dialogue.messages import Message, Tools
+from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.errors import ContextLengthError, UserError
-from spec_runtime.generate import WAITS, Gate, Generation, generate
-from spec_runtime.machine import give_back_memory, return_big_blocks
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.files.machine import give_back_memory, return_big_blocks
+from spec_runtime.grammar.path_masks import PathMasks
+from spec_runtime.interruption import CANCELLED, Interrupted, Interruption
+from spec_runtime.loop.answer import form_of
+from spec_runtime.loop.call import Call, Steps, read_chunks, read_result, read_texts
+from spec_runtime.loop.conversations import Conversations
+from spec_runtime.loop.generate import WAITS, Gate, Generation, generate
+from spec_runtime.loop.options import CallOptions, read_options
+from spec_runtime.loop.proposer import Proposer
+from spec_runtime.loop.result import Chunk, GenerationResult
+from spec_runtime.loop.rows_file import RowsOwner
+from spec_runtime.loop.stats import Stats
+from spec_runtime.loop.step import Ending, Step
+from spec_runtime.loop.target import SharedPasses, Target, Wants
 from spec_runtime.proposers.constrained import ConstrainedProposer
-from spec_runtime.requests.answer import form_of
-from spec_runtime.requests.call import Call, Steps, read_chunks, read_result, read_texts
-from spec_runtime.requests.options import CallOptions, read_options
-from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sampling import TokenLogprob
-from spec_runtime.stats import Stats
-from spec_runtime.step import Ending, Step
-from spec_runtime.target import SharedPasses, Target, Wants
-from spec_runtime.text.messages import Message, Tools
 from spec_runtime.text.prompt import Prompt, encode_prompt
-from spec_runtime.text.stream import TextStream
 from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.budget import Budget
-from spec_runtime.waiting.interruption import CANCELLED, Interrupted, Interruption
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 JUDGED_DRAFTS = 12  # and so do fewer drafts, where it paused
@@ -76,7 +76,7 @@ class OpenedDrafter(NamedTuple):
 
 
 class ManyAnswers(Protocol):
-    """Answers several calls at a time, see lanes.batch.Batch."""
+    """Answers several calls at a time, see batch.batch.Batch."""
 
     def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]: ...
 

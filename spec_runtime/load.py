@@ -12,24 +12,24 @@ from typing import Annotated, Any, TypedDict, Unpack
 from annotated_types import Ge
 
 from spec_runtime import backends
-from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
+from spec_runtime.batch.batch import Batch
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.memory import buffer_bytes
-from spec_runtime.costs import first_use
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
+from spec_runtime.files.machine import warn_of_threads
+from spec_runtime.files.mapping import require_keys
 from spec_runtime.files.writing import sha256
-from spec_runtime.kv import open_cache
-from spec_runtime.lanes.batch import Batch
-from spec_runtime.machine import warn_of_threads
-from spec_runtime.mapping import require_keys
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.options import Option
+from spec_runtime.pace import first_use
+from spec_runtime.pace import profile as profiles
+from spec_runtime.pace.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
-from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
-from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.text.tokenizer import Tokenizer
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.templates import paths_of
@@ -280,7 +280,7 @@ class DrafterOpener:
         return backends.open_lanes(self._bundle, self._options)
 
     def open_batch(self, engine: Engine, parallel: int) -> Batch:
-        """See lanes.batch.Batch."""
+        """See batch.batch.Batch."""
         return Batch(engine, parallel)
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
@@ -321,7 +321,7 @@ class DrafterOpener:
         A fused step that was not asked for has to open and, where CUDA graphs are wanted, to be
         captured; otherwise this returns None and warns.
         """
-        from spec_runtime.fused_steps import open_steps  # here: it imports an engine
+        from spec_runtime.loop.fused_steps import open_steps  # here: it imports an engine
 
         is_asked_for = self._options.fused is not None
         if name == "none" or (not is_asked_for and lookup):

@@ -9,12 +9,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from spec_runtime.constraints.base import Matcher
-from spec_runtime.constraints.formats import Grammar
-from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
-from spec_runtime.constraints.trials import TrialLimits
-from spec_runtime.text.chat_template import ChatTemplate
-from spec_runtime.waiting.interruption import Interruption
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.grammar.base import Matcher
+from spec_runtime.grammar.formats import Grammar
+from spec_runtime.grammar.llguidance_matcher import GrammarCompiler
+from spec_runtime.grammar.trials import TrialLimits
+from spec_runtime.interruption import Interruption
 
 # Pairs that become one token, in this order; the last ones build on those before.
 MERGES = ('{ "', '" :', "t r", "u e", "tr ue", "f a", "n a", "m e", "na me", '" ,', "a b", "1 2")

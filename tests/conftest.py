@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from spec_runtime.costs import first_use
+from spec_runtime.pace import first_use
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
@@ -189,7 +189,7 @@ def workshop(common: Path) -> Iterator[Workshop]:
     pytest.importorskip("torch")
     from workshop import Workshop  # imported here because tests of the runtime need no torch
 
-    from spec_export.bundling import options
+    from spec_export.build import options
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(options.TREES, "fp32", options.DEFAULT_TREE)

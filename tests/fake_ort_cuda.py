@@ -24,9 +24,10 @@ import onnxruntime as ort
 import pytest
 from fake_tensorrt import view
 
-from spec_runtime.backends import cuda, session
-from spec_runtime.backends.copies import TYPES, StreamCopies
-from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends import session
+from spec_runtime.backends.cuda import backend as cuda
+from spec_runtime.backends.cuda.api import Cuda
+from spec_runtime.backends.cuda.copies import TYPES, StreamCopies
 
 PROVIDER = "CUDAExecutionProvider"
 HOST_INPUTS = ("lane_rows",)  # what kernels of CUDA read on the host: the sizes of a Split

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.shapes import shape_of
-from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT
+from spec_runtime.backends.tensorrt.api import DTYPES, TensorRT
 from spec_runtime.bundle.manifest import Graph, Plan
-from spec_runtime.kv import Cache
+from spec_runtime.loop.kv import Cache
 
 FLAVOUR, VERSION, CAPABILITY = "tensorrt_rtx", "1.7.1.116", "8.9"
 GPU_NAME = b"NVIDIA GeForce RTX 4090"

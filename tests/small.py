@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from toy_backend import ByteTokenizer, ToyTarget
 
+from spec_runtime.batch.batch import Batch
 from spec_runtime.bundle import manifest as bundle
 from spec_runtime.bundle.manifest import (
     Dims,
@@ -19,14 +20,13 @@ from spec_runtime.bundle.manifest import (
     TensorSpec,
     TokenizerInfo,
 )
+from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.engine import Engine, OpenedDrafter
-from spec_runtime.kv import open_cache
-from spec_runtime.lanes.batch import Batch
 from spec_runtime.load import DEFAULT_BUDGET
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.target import Target
-from spec_runtime.text.chat_template import ChatTemplate
 
 Run = Callable[..., tuple[int, str, str]]  # see conftest.run
 Measure = Callable[..., tuple[int, str, str, dict[str, Any]]]  # see conftest.measure

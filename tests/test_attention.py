@@ -21,8 +21,10 @@ from tiny_target import save_llama  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import check, drafters, make_bundle  # noqa: E402
-from spec_export.make_bundle import BuildOptions  # noqa: E402
+from spec_export import drafters  # noqa: E402
+from spec_export.build import make_bundle  # noqa: E402
+from spec_export.build.make_bundle import BuildOptions  # noqa: E402
+from spec_export.check import check  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.trees.tree import chain_parents  # noqa: E402
 
@@ -127,7 +129,7 @@ import ctypes, sys
 import numpy as np
 from spec_runtime import backends
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.kv import open_cache
+from spec_runtime.loop.kv import open_cache
 from spec_runtime.trees.tree import chain_parents
 
 mark = ctypes.CDLL("libcudart.so.13").standin_mark
@@ -153,7 +155,7 @@ GENERATE = """
 import ctypes, sys
 import numpy as np
 import spec_runtime
-from spec_runtime.backends.cuda import CudaBackend
+from spec_runtime.backends.cuda.backend import CudaBackend
 
 run, run_keeping = CudaBackend.run, CudaBackend.run_keeping
 

@@ -20,15 +20,16 @@ from tiny_target import save_llama
 from workshop import FluentWorkshop
 
 import spec_runtime
-from spec_export import drafters, make_bundle
-from spec_export.make_bundle import BuildOptions
+from spec_export import drafters
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_runtime.backends import GraphRun
-from spec_runtime.backends.joint_runs import JointRuns
+from spec_runtime.backends.cpu.joint_runs import JointRuns
+from spec_runtime.batch.answering import ScoringEngine
+from spec_runtime.batch.batch import Batch, Pass
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.lanes.answering import ScoringEngine
-from spec_runtime.lanes.batch import Batch, Pass
-from spec_runtime.requests.call import Call
-from spec_runtime.requests.options import CallOptions
+from spec_runtime.loop.call import Call
+from spec_runtime.loop.options import CallOptions
 from spec_runtime.sampling import TokenLogprob, token_logprob
 from spec_runtime.trees.tree import TokenTree
 

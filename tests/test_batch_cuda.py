@@ -20,12 +20,13 @@ from tiny_target import save_llama
 from workshop import FluentWorkshop
 
 import spec_runtime
-from spec_export import drafters, make_bundle
-from spec_export.make_bundle import BuildOptions
+from spec_export import drafters
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_runtime import backends
 from spec_runtime.backends import shapes
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.target import LOGITS, Asked, Target, Wants, verify_together
+from spec_runtime.loop.target import LOGITS, Asked, Target, Wants, verify_together
 from spec_runtime.trees.tree import TokenTree
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "none"]

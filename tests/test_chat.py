@@ -17,8 +17,8 @@ import spec_runtime
 from spec_runtime import Engine
 from spec_runtime.cli import chat as chat_command
 from spec_runtime.cli import line_input, messages
+from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.errors import UserError
-from spec_runtime.text.chat_template import ChatTemplate
 
 TESTS = Path(__file__).parent
 # Chats with toy engines; writes the messages of each call into a file. What is asked to go on

@@ -13,10 +13,11 @@ from small import PROMPTS, Measure, Run, toy_engine, write_prompts
 
 import spec_runtime
 from spec_export import cli as export_cli
-from spec_runtime import Engine, generate
+from spec_runtime import Engine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.errors import UserError
 from spec_runtime.load import LoadOptions
+from spec_runtime.loop import generate
 from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.options import declared

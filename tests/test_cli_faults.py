@@ -19,15 +19,17 @@ from small import CALIBRATION, PROMPTS, Measure, Run, raising, without_home, wri
 
 import spec_runtime
 from spec_export import cli as export_cli
-from spec_runtime import Engine, machine, profile
+from spec_runtime import Engine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle import manifest as bundle
 from spec_runtime.cli import options, terminal
 from spec_runtime.errors import UserError
-from spec_runtime.machine import default_threads, warn_of_threads
+from spec_runtime.files import machine
+from spec_runtime.files.machine import default_threads, warn_of_threads
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.pace import profile
 
 TESTS = Path(__file__).parent
 ESCAPE = "\x1b[31m"

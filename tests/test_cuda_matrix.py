@@ -26,9 +26,11 @@ from cuda_standin.calls import Calls, read_calls  # noqa: E402
 from tiny_target import save_llama  # noqa: E402
 from workshop import OPTIONS  # noqa: E402
 
-from spec_export import drafters, make_bundle, target  # noqa: E402
-from spec_export.decoder import Backbone  # noqa: E402
-from spec_export.make_bundle import BuildOptions  # noqa: E402
+from spec_export import drafters  # noqa: E402
+from spec_export.build import make_bundle  # noqa: E402
+from spec_export.build.make_bundle import BuildOptions  # noqa: E402
+from spec_export.model import target  # noqa: E402
+from spec_export.model.decoder import Backbone  # noqa: E402
 from spec_export.training import checkpoint  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 

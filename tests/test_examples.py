@@ -124,7 +124,7 @@ def test_fastapi_app(bundle: Path) -> None:
 
 def test_langchain_chat(run: Run, bundle: Path) -> None:
     pytest.importorskip("langchain_openai", reason="LangChain's client is not installed")
-    pytest.importorskip("spec_runtime.serving.app", reason="the extra `serve` is not installed")
+    pytest.importorskip("spec_runtime.serve.app", reason="the extra `serve` is not installed")
     served = importlib.import_module("served").served
     with spec_runtime.load(bundle) as engine, served(engine) as server:
         out, _ = run("langchain_chat.py", f"{server.url}/v1", "toy", "--max-tokens", 20)

@@ -23,11 +23,11 @@ from workshop import FluentWorkshop, drafter_name  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_runtime.backends import shapes  # noqa: E402
+from spec_runtime.bundle.onnx_file import read_outline  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.errors import UserError  # noqa: E402
-from spec_runtime.files.onnx_file import read_outline  # noqa: E402
-from spec_runtime.fused_steps import FusedSteps  # noqa: E402
-from spec_runtime.step import Step  # noqa: E402
+from spec_runtime.loop.fused_steps import FusedSteps  # noqa: E402
+from spec_runtime.loop.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
 
@@ -331,7 +331,7 @@ def test_a_fused_step_that_cannot_be_captured_is_no_default(
     device = fake_ort_cuda.install(monkeypatch)
     device.uncaptured = ("-fused.onnx",)
     if not is_opened:
-        monkeypatch.setattr("spec_runtime.backends.stepper.open_session", refuse)
+        monkeypatch.setattr("spec_runtime.backends.cuda.stepper.open_session", refuse)
     options: Any = {"backend": "cuda", "threads": 1}
     engine = spec_runtime.load(path, **options)
     assert engine.fused is None

@@ -19,9 +19,10 @@ import pytest
 from small import toy_engine
 
 import spec_runtime
-from spec_runtime import backends, generate
-from spec_runtime.backends.stepper import OrtStepper
+from spec_runtime import backends
+from spec_runtime.backends.cuda.stepper import OrtStepper
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.loop import generate
 from tools.gpu import check as gpu_check
 from tools.gpu import report
 from tools.gpu.report import Findings, LeftOut

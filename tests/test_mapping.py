@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Le, MinLen
 
-from spec_runtime import mapping
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import (
+from spec_runtime.files import mapping
+from spec_runtime.files.mapping import (
     Checked,
     Must,
     added_later,

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from spec_runtime.cli.flags import Flags, with_flags
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import from_mapping, parse_json, parse_toml
 from spec_runtime.load import LoadOptions
-from spec_runtime.mapping import from_mapping, parse_json, parse_toml
 from spec_runtime.options import Option, declared
 from spec_runtime.sampling import SamplingParams
-from spec_runtime.serving.schemas import sampled_fields
-from spec_runtime.serving.settings import ServerLimits
+from spec_runtime.serve.openai.schemas import sampled_fields
+from spec_runtime.serve.settings import ServerLimits
 from tools.docs import reference, typed_arguments
 
 
@@ -104,7 +104,7 @@ def test_requests_have_it() -> None:
 
 
 def test_replicas_have_it() -> None:
-    ray_app = pytest.importorskip("spec_runtime.serving.ray_app", reason="Ray is not installed")
+    ray_app = pytest.importorskip("spec_runtime.serve.ray_app", reason="Ray is not installed")
     for declaration, name, expected in (
         (MoreLoading, "num_lanes", 1),
         (MoreLimits, "max_images", 4),

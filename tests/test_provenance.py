@@ -53,7 +53,7 @@ def test_results_are_not_much_older_than_what_they_are_about(name: str) -> None:
 
 
 def test_figures_of_engines_do_not_age_with_the_server() -> None:
-    command = ["git", "log", "--format=%H", "--", ages.SERVER]
+    command = ["git", "log", "--format=%H", "--", *ages.SERVER]
     done = subprocess.run(command, cwd=ages.ROOT, capture_output=True, text=True, check=False)
     if len(commits := done.stdout.split()) < 2:
         pytest.skip("this checkout has no history")

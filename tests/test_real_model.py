@@ -1,8 +1,8 @@
 """Checks on a real model that the drafter in the package loses nothing and is often right.
 
 The model is the demo's SmolLM2-135M-Instruct in fp32. It is downloaded once, see
-spec_export/demo.py; without a network the tests are skipped. Building the bundle takes about a
-minute and 0.7 GB of the temporary folder.
+spec_export/model/demo.py; without a network the tests are skipped. Building the bundle takes about
+a minute and 0.7 GB of the temporary folder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 import spec_runtime
-from spec_export import demo, make_bundle
-from spec_export.make_bundle import BuildOptions
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.model import demo
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
-from spec_runtime.target import NEAR_TIE, top_gap
+from spec_runtime.loop.target import NEAR_TIE, top_gap
 
 pytestmark = pytest.mark.model
 

@@ -13,8 +13,8 @@ pytest.importorskip("onnxruntime")
 from tiny_target import save_llama
 
 import spec_runtime
-from spec_export import make_bundle
-from spec_export.make_bundle import BuildOptions
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_runtime.engine import Engine
 
 NUM_SEEDS = 8

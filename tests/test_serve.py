@@ -22,8 +22,8 @@ from small import Run
 from test_trials import BOMB, as_format
 
 import spec_runtime
-from spec_runtime.serving import app, processes, settings
-from spec_runtime.serving.metrics import Metrics
+from spec_runtime.serve import app, processes, settings
+from spec_runtime.serve.metrics import Metrics
 
 httpx = pytest.importorskip("httpx")
 for module in ("onnx", "onnxruntime"):
@@ -34,7 +34,7 @@ PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
 ASK = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
 # A test fails where a server waits in vain for a worker that has died.
 MAIN = (
-    "from spec_runtime.cli import main; from spec_runtime.serving import processes; "
+    "from spec_runtime.cli import main; from spec_runtime.serve import processes; "
     "processes.HEALTH_SECONDS = 3600; main()"
 )
 
@@ -130,7 +130,7 @@ def test_a_stop_cuts_off_a_grammar_that_does_not_end(bundle: Path, tmp_path: Pat
 def test_a_process_ends_though_a_thread_of_its_server_never_does() -> None:
     code = """if True:
         import asyncio, threading
-        from spec_runtime.serving.processes import EndingApp
+        from spec_runtime.serve.processes import EndingApp
 
         async def app(scope, receive, send):
             await receive()

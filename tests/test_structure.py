@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from spec_export.model import annex
 from tools import structure
 from tools.structure import MAX_FILES, Structure
 
@@ -39,6 +42,27 @@ def test_the_packages_have_none_of_these(found: Structure, finding: str) -> None
 @pytest.mark.parametrize("package", structure.PACKAGES)
 def test_few_files_lie_at_the_root(found: Structure, package: str) -> None:
     assert 1 < found.num_root_files[package] <= MAX_FILES
+
+
+def test_the_door_leads_to_the_annex_and_imports_nothing_of_it_by_itself(
+    found: Structure,
+) -> None:
+    """Its names are strings, which no other file has."""
+    files = [module.replace(".", "/") for module in found.imports if "spec_export" in module]
+    naming = {
+        name
+        for name in files
+        if not name.startswith(("spec_export/imports", "spec_export/cli"))
+        and (path := structure.ROOT / f"{name}.py").is_file()
+        and "spec_export.imports" in path.read_text(encoding="utf-8")
+    }
+    assert naming == {"spec_export/model/annex"}
+    for name in annex.MODULES.values():
+        assert f"spec_export.imports.{name}" in found.imports
+    code = "import sys, spec_export.model.files; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "spec_export.model.annex" in run.stdout.split()
+    assert "spec_export.imports" not in run.stdout.split()
 
 
 # ---- what finds them ----
@@ -136,6 +160,50 @@ def test_only_the_commands_of_spec_export_may_print(read: Read) -> None:
         }
     )
     assert found.forbidden == ["spec_export.training.run imports spec_runtime.cli.terminal"]
+
+
+def test_an_annex_is_imported_by_its_commands_only(read: Read) -> None:
+    serving = "def f():\n    from spec_runtime.serve.app import make\n"
+    importing = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from spec_export import imports\n"
+    )
+    found = read(
+        {
+            "spec_runtime/cli/serve.py": serving,
+            "spec_runtime/cli/server.py": serving,
+            "spec_runtime/engine.py": serving,
+            "spec_runtime/serve/app.py": "",
+            "spec_runtime/serve/page.py": serving,
+            "spec_export/cli/export.py": importing,
+            "spec_export/imports/__init__.py": "",
+            "spec_export/model/files.py": importing,
+        }
+    )
+    assert found.forbidden == [
+        "spec_export.model.files imports spec_export.imports",
+        "spec_runtime.cli.server imports spec_runtime.serve.app",
+        "spec_runtime.engine imports spec_runtime.serve.app",
+    ]
+
+
+def test_rooms_are_shown_with_their_arrows(read: Read) -> None:
+    found = read(
+        {
+            "spec_runtime/trees/tree.py": "x = 1\n",
+            "spec_runtime/text.py": "\nfrom spec_runtime.trees.tree import x\n",
+            "spec_export/model/files.py": "\n\nimport spec_runtime.trees.tree\n",
+        }
+    )
+    assert found.arrows == 2
+    assert structure.describe_rooms(found).splitlines() == [
+        "3 rooms with 2 arrows",
+        "     3 lines: spec_export.model",
+        "       -> spec_runtime.trees",
+        "     2 lines: spec_runtime.text",
+        "       -> trees",
+        "     1 lines: spec_runtime.trees",
+        "       <- spec_export.model, text",
+    ]
 
 
 def test_functions_are_measured_from_their_def_to_their_end(read: Read) -> None:

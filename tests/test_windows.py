@@ -20,7 +20,7 @@ from test_attention import GENERATE, calls  # noqa: E402
 from workshop import FluentWorkshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import target  # noqa: E402
+from spec_export.model import target  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
 
 WINDOW = 16  # every prompt is longer

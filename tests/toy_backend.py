@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from bpe_tokenizer import definition
 
-from spec_runtime.constraints.base import Matcher
-from spec_runtime.constraints.formats import Grammar
-from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
-from spec_runtime.constraints.trials import TrialLimits
-from spec_runtime.text.chat_template import ChatTemplate
-from spec_runtime.waiting.interruption import Interruption
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.grammar.base import Matcher
+from spec_runtime.grammar.formats import Grammar
+from spec_runtime.grammar.llguidance_matcher import GrammarCompiler
+from spec_runtime.grammar.trials import TrialLimits
+from spec_runtime.interruption import Interruption
 
 _COMMON = ("input_ids", "position_ids", "mask", "logit_rows")
 _FORM_FEEDS: dict[str, dict[str, type]] = {

@@ -155,7 +155,7 @@ def command(
 
     Without options it builds the demo's bundle with its best drafter.
     """
-    from spec_export.bundling.options import BuildOptions
+    from spec_export.build.options import BuildOptions
 
     options = BuildOptions(
         model=model,
@@ -177,7 +177,7 @@ def command(
     )
     options.require_files()  # before torch is imported
 
+    from spec_export.build.make_bundle import build
     from spec_export.cli.report import TerminalReport
-    from spec_export.make_bundle import build
 
     print(build(options, TerminalReport()))

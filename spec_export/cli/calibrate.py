@@ -40,7 +40,7 @@ def command(
 
     The accuracies by depth and rank shape the trees that the runtime grows and tunes.
     """
-    from spec_export import calibrate
+    from spec_export.check import calibrate
     from spec_runtime.bundle.manifest import find
 
     progress = Progress(console=Console(stderr=True), transient=True)

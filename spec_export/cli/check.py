@@ -12,7 +12,7 @@ from spec_runtime.cli.options import Out, deliver
 from spec_runtime.cli.terminal import Console, visible
 
 if TYPE_CHECKING:
-    from spec_export.check import CheckResult
+    from spec_export.check.check import CheckResult
 
 
 def command(
@@ -45,7 +45,7 @@ def command(
     if bundle is not None:
         bundles.read(bundle, verify=False)  # before torch is imported
 
-    from spec_export import check
+    from spec_export.check import check
     from spec_export.cli.report import TerminalReport
 
     precisions = [each.value for each in precision or [Precision.fp32]]

@@ -38,6 +38,6 @@ def command(
     What the form cannot say is an error that names it.
     """
     from spec_export.cli.report import TerminalReport
-    from spec_export.export_drafter import run
+    from spec_export.imports.drafters.exporter import run
 
     print(run(checkpoint, form.value, target, out, TerminalReport()))

@@ -63,7 +63,7 @@ def command(
     other readings, too.
     """
     from spec_export.cli.report import TerminalReport
-    from spec_export.foreign.importer import Overrides, run
+    from spec_export.imports.drafters.importer import Overrides, run
 
     ids = None
     if taps is not None:

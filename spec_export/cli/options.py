@@ -31,7 +31,7 @@ class Backend(StrEnum):
 
 def require_model(model: str | None) -> str | None:
     """Refuses a wrong path or an unknown family before torch is imported, which takes seconds."""
-    from spec_export.loading import files
+    from spec_export.model import files
 
     if model is not None:
         files.require(model)

@@ -17,18 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spec_export import target
 from spec_export.distill import needs, prompts
 from spec_export.distill.config import DistillConfig
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
 from spec_export.distill.engines import choose, open_engine
 from spec_export.distill.prompts import PromptRow
+from spec_export.model import target
 from spec_export.report import SILENT, Advance, Report
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import from_mapping, parse_json
 from spec_runtime.files.writing import locked, sha256, write_atomically
-from spec_runtime.mapping import from_mapping, parse_json
 
 # A target that has ended no prompt in this many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20

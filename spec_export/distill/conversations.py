@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from spec_export import target
 from spec_export.distill.config import DistillConfig
 from spec_export.distill.engines import AnswerEngine, GenerationParams, OnTokens, unheard
+from spec_export.model import target
 from spec_export.training import data
 from spec_runtime.errors import UserError
 

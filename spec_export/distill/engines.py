@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_export.distill.config import is_installed
-from spec_export.loading import gguf_header
-from spec_export.target import Source
+from spec_export.model import annex
+from spec_export.model.target import Source
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief
+from spec_runtime.files.mapping import brief
 
 # The file type that a GGUF header names, by the type of its matrices.
 _GGUF_FILES = {"F32": 0, "F16": 1, "Q8_0": 7}
@@ -106,7 +106,7 @@ class TransformersEngine:
         import torch
         import transformers
 
-        from spec_export import target
+        from spec_export.model import target
 
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.model, self.tokenizer = target.load(source, dtype)
@@ -208,7 +208,7 @@ class OpenVINOEngine:
     def __init__(self, source: Source, precision: str, batch_size: int) -> None:
         import openvino_genai
 
-        from spec_runtime.machine import default_threads
+        from spec_runtime.files.machine import default_threads
 
         kind = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[precision]
         properties = {
@@ -297,7 +297,7 @@ class VLLMEngine:
         import vllm
 
         dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
-        from spec_export import target
+        from spec_export.model import target
 
         target.require_supported(source)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -338,7 +338,7 @@ def save_dequantized(source: Source, folder: Path) -> None:
 
     The dequantised weights are the target; an engine's own 4-bit kernels would round them again.
     """
-    from spec_export import target
+    from spec_export.model import target
 
     model, tokenizer = target.load(source)
     target.save(model, tokenizer, folder)
@@ -351,10 +351,10 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
     """
     import gguf
 
-    if len(gguf_header.parts(source)) > 1:
+    if len(annex.gguf_header.parts(source)) > 1:
         raise UserError(f"got {source}, a part of a split file: choose engine transformers")
     try:
-        gguf_header.read(source)
+        annex.gguf_header.read(source)
         reader = gguf.GGUFReader(source)
         architecture = reader.fields["general.architecture"].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:

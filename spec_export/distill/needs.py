@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from spec_export import target
-from spec_export.decoder_config import read_config
 from spec_export.distill.config import DistillConfig
-from spec_export.loading import checkpoint
+from spec_export.model import checkpoint, target
+from spec_export.model.config import read_config
 from spec_export.report import Report
 from spec_export.training import disk
 

@@ -25,21 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, Heads, NotNegative
 from spec_export.drafters.heads import HeadsDrafter
-from spec_export.drafters.layers import (
-    Batch,
-    CachedGraph,
-    DecoderLayer,
-    LayerDims,
-    TargetEnds,
-    export_cached,
-    fusion,
-)
+from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, export_cached, fusion
 from spec_export.graphs.trace import GraphInput, export
+from spec_export.model import decoder
+from spec_export.model.ends import LayerDims, TargetEnds
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
+from spec_runtime.files.mapping import Checked
 
 STAGES = {"none": 0, "one": 1, "two": 2}
 

@@ -39,16 +39,9 @@ from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.bigram_pairs import conditioned_log_probs
 from spec_export.drafters.fields import AtLeastOne, AtLeastZero, Share
-from spec_export.drafters.layers import (
-    Batch,
-    CachedGraph,
-    DecoderLayer,
-    TargetEnds,
-    rotate,
-)
+from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, rotate
 from spec_export.drafters.losses import IGNORED, position_weights
 from spec_export.drafters.rollout import (
     FusedConfig,
@@ -56,7 +49,9 @@ from spec_export.drafters.rollout import (
     attend_groups,
     choose_groups,
 )
-from spec_export.modules.attention import key_positions
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
+from spec_export.model.modules.attention import key_positions
 from spec_runtime.errors import UserError
 
 AtLeastTwo = Annotated[int, Ge(2)]

@@ -24,21 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, NoTaps, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
     DecoderLayer,
     DrafterBase,
-    LayerDims,
-    TargetEnds,
     export_cached,
     level_config,
 )
 from spec_export.drafters.losses import IGNORED
+from spec_export.model import decoder
+from spec_export.model.ends import LayerDims, TargetEnds
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
+from spec_runtime.files.mapping import Checked
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, NoTaps, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
     DecoderLayer,
-    TargetEnds,
     fusion,
     noisy_features,
     tokens_ahead,
 )
 from spec_export.drafters.losses import IGNORED, feature_regression
 from spec_export.drafters.rollout import OwnSizes, RolloutDrafter, equal_weights
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, Share
-from spec_export.drafters.layers import (
-    Batch,
-    CachedGraph,
-    DecoderLayer,
-    TargetEnds,
-)
+from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer
 from spec_export.drafters.losses import IGNORED, position_weights
 from spec_export.drafters.rollout import FusedConfig, FusedDrafter
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UserError
 
 

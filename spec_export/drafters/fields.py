@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from spec_runtime.mapping import Must
+from spec_runtime.files.mapping import Must
 
 AtLeastZero = Annotated[int, Ge(0)]
 AtLeastOne = Annotated[int, Ge(1)]

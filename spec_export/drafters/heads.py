@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
+from spec_export.drafters.layers import Batch, DrafterBase
 from spec_export.drafters.losses import IGNORED
+from spec_export.model.ends import TargetEnds
 
 
 class ResidualBlock(nn.Module):

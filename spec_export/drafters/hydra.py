@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastZero
-from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, TargetEnds, export_cached
+from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, export_cached
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UserError
 
 

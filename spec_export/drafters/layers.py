@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.losses import (
     IGNORED,
@@ -27,47 +26,11 @@ from spec_export.drafters.losses import (
     trained_head_cross_entropy,
 )
 from spec_export.graphs.trace import GraphInput, export, step_inputs
-from spec_export.modules.attention import window_mask
-from spec_export.modules.fusion import Fusion
+from spec_export.model import decoder
+from spec_export.model.ends import LayerDims, TargetEnds
+from spec_export.model.modules.attention import window_mask
+from spec_export.model.modules.fusion import Fusion
 from spec_runtime.errors import UserError
-
-
-@dataclass(frozen=True)
-class LayerDims:
-    """The sizes of a decoder layer; most drafters take their target's."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"got {self.num_heads} heads over {self.num_kv_heads} key/value heads, "
-                "expected a multiple: check the target's configuration"
-            )
-
-
-@dataclass(frozen=True)
-class TargetEnds:
-    """The parts that a drafter borrows from its target, frozen.
-
-    They are embedding, LM head and final norm (float32), the rotary tables cos and sin (f32
-    [positions, r/2], r columns of a head being turned), and the last layer: tensors by
-    `DecoderLayer`'s parameter names, for layers that start from it, or
-    none where the target's layers are built in another way.
-    """
-
-    dims: LayerDims
-    embed_VD: Tensor
-    head_VD: Tensor
-    final_norm_D: Tensor
-    cos: Tensor
-    sin: Tensor
-    last_layer: dict[str, Tensor]
 
 
 @dataclass(frozen=True)

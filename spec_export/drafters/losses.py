@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_export.drafters.fields import Share
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
+from spec_runtime.files.mapping import Checked
 
 IGNORED = -100  # label of a row that carries no loss
 CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB

@@ -17,13 +17,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, Heads, NoTaps, Share
 from spec_export.drafters.heads import HeadsDrafter
-from spec_export.drafters.layers import Batch, TargetEnds
+from spec_export.drafters.layers import Batch
 from spec_export.drafters.losses import position_weights
 from spec_export.graphs.trace import GraphInput, export
-from spec_runtime.mapping import Checked
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
+from spec_runtime.files.mapping import Checked
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,12 @@ from annotated_types import Gt, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, AtLeastZero, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
     DecoderLayer,
     DrafterBase,
-    TargetEnds,
     export_cached,
     fusion,
     noisy_features,
@@ -50,8 +48,10 @@ from spec_export.drafters.losses import (
     position_weights,
 )
 from spec_export.drafters.rollout import attend_groups, choose_anchors
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
+from spec_runtime.files.mapping import Checked
 
 PositiveShare = Annotated[float, Gt(0), Le(1)]
 

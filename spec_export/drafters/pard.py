@@ -24,13 +24,14 @@ from annotated_types import Gt, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, AtLeastZero, NoTaps, Share
-from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds, export_cached
+from spec_export.drafters.layers import Batch, DrafterBase, export_cached
 from spec_export.drafters.losses import IGNORED, position_weights
 from spec_export.drafters.rollout import choose_groups
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UnsupportedModelError, UserError
-from spec_runtime.mapping import Checked, brief
+from spec_runtime.files.mapping import Checked, brief
 
 MODELS = ("llama", "qwen2", "qwen3")  # whose logits are the head's product and nothing else
 CHUNK_GROUPS = 64  # groups of masks that stand in one pass over a sequence, where none is trained

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters import eagle3
 from spec_export.drafters.fields import AtLeastZero
-from spec_export.drafters.layers import CachedGraph, TargetEnds
+from spec_export.drafters.layers import CachedGraph
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UserError
 
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export.drafters.fields import AtLeastZero, Heads
-from spec_export.drafters.layers import TargetEnds
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+from spec_export.model.ends import TargetEnds
 
 
 @dataclass(frozen=True)

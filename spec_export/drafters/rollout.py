@@ -15,23 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
-from spec_export.decoder_config import own_rotary_table
 from spec_export.drafters.fields import AtLeastOne, NotNegative
 from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
     DecoderLayer,
     DrafterBase,
-    LayerDims,
-    TargetEnds,
     export_cached,
     rotate,
 )
 from spec_export.drafters.losses import IGNORED
-from spec_export.modules.fusion import Fusion
+from spec_export.model import decoder
+from spec_export.model.config import own_rotary_table
+from spec_export.model.ends import LayerDims, TargetEnds
+from spec_export.model.modules.fusion import Fusion
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
+from spec_runtime.files.mapping import Checked
 
 
 @dataclass(frozen=True)

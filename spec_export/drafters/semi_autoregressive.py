@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export.drafters.fields import AtLeastOne, Heads
-from spec_export.drafters.layers import DecoderLayer, TargetEnds, rotate
+from spec_export.drafters.layers import DecoderLayer, rotate
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UserError
 
 

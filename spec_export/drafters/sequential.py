@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, NoTaps, Share
-from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
+from spec_export.drafters.layers import Batch, DrafterBase
 from spec_export.drafters.losses import IGNORED
 from spec_export.graphs.trace import GraphInput, export
-from spec_runtime.mapping import Checked
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
+from spec_runtime.files.mapping import Checked
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, Share
 from spec_export.drafters.heads import ResidualBlock
-from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds, export_cached
+from spec_export.drafters.layers import Batch, DrafterBase, export_cached
 from spec_export.drafters.losses import IGNORED
+from spec_export.model import decoder
+from spec_export.model.ends import TargetEnds
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked
+from spec_runtime.files.mapping import Checked
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from spec_runtime.bundle.manifest import (
     STATE_ROWS,
     is_feature,
 )
-from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
+from spec_runtime.loop.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
 MOST_TOP = 128  # how many logits of a row the sampling graph finds
 

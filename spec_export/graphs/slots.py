@@ -3,7 +3,7 @@
 In each layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of ATTENTIONS, see
 `to_slots`. No KV row is ever moved. Two more changes make a step cheaper: activations stay
 [1, N, D], so that no reshape stands between layers, and Add + RMSNormalization become one node. The
-patterns looked for are those that a trace of decoder.py leaves.
+patterns looked for are those that a trace of model/decoder.py leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.decoder_config import POSITIONS
 from spec_export.graphs.edit import (
     MASKED,
     MS,
@@ -24,6 +23,7 @@ from spec_export.graphs.edit import (
     producer,
     remove_dead,
 )
+from spec_export.model.config import POSITIONS
 from spec_runtime.bundle.manifest import ATTENTIONS as ATTENTIONS
 from spec_runtime.bundle.manifest import is_feature
 from spec_runtime.errors import UserError
@@ -252,7 +252,7 @@ def _rewrite_attention(
 
 
 def _rewrite_other_write(edit: GraphEditor, scatter: ir.Node, shared: _SharedValues) -> None:
-    """Replaces the write of a cache [1, 1, S, W] of modules/convolution.py."""
+    """Replaces the write of a cache [1, 1, S, W] of model/modules/convolution.py."""
     past = input_at(scatter, 0)
     cache = shared.write(scatter, past, _new_rows(scatter))
     edit.replace(scatter.outputs[0], cache)

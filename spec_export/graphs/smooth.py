@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from spec_export.decoder import Backbone, Layer, VocabularyTable
-from spec_export.deferred import changed, real, replaced
-from spec_export.modules.basic import LayerNorm, frozen
+from spec_export.model.decoder import Backbone, Layer, VocabularyTable
+from spec_export.model.deferred import changed, real, replaced
+from spec_export.model.modules.basic import LayerNorm, frozen
 
 # The exponent a: how much of a channel's range moves into the weights. Measured on the demo as
 # divergence from the float32 target in nats a token. Layers, on prose that is none of the smoothing

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.decoder_config import POSITIONS
 from spec_export.graphs.edit import MASKED, GraphEditor, input_at
 from spec_export.graphs.half import narrow
-from spec_runtime.backends.cuda_api import open_cuda
+from spec_export.model.config import POSITIONS
+from spec_runtime.backends.cuda.api import open_cuda
 from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
-from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
+from spec_runtime.backends.tensorrt.api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle.manifest import (
     LANE,
     LANE_ROWS,
@@ -36,8 +36,8 @@ from spec_runtime.bundle.manifest import (
 )
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
+from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.proposers.rows import CHUNK_ROWS
-from spec_runtime.target import PREFILL_ROWS
 
 ENGINES = "engines"
 # The version of what `build_plan` sets; raise it with every change, so that no old plan is kept.

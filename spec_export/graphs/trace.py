@@ -19,9 +19,9 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from spec_export.decoder import Backbone
-from spec_export.decoder_config import DecoderConfig
-from spec_export.deferred import is_deferred, real, replaced, stand_in
+from spec_export.model.config import DecoderConfig
+from spec_export.model.decoder import Backbone
+from spec_export.model.deferred import is_deferred, real, replaced, stand_in
 from spec_runtime.bundle.manifest import FUSED, feature_names
 from spec_runtime.errors import UserError
 

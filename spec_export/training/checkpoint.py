@@ -23,9 +23,9 @@ import torch
 from spec_export.training import folders
 from spec_export.training.folders import DRAFTER_HEADER, HEADER
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import versions
+from spec_runtime.files.mapping import brief, from_mapping
 from spec_runtime.files.writing import remove_folder, require_replaceable, restore_folders, sha256
-from spec_runtime.machine import versions
-from spec_runtime.mapping import brief, from_mapping
 from spec_runtime.measure.provenance import command, git_commit
 
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief, parse_json
+from spec_runtime.files.mapping import brief, parse_json
 
 logger = logging.getLogger(__name__)
 

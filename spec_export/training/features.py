@@ -34,14 +34,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_export.hidden_states import features_and_taps
+from spec_export.model.hidden_states import features_and_taps
 from spec_export.training import disk, tap_codes
 from spec_export.training.batches import by_length
 from spec_export.training.data import Example
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import give_back_memory
+from spec_runtime.files.mapping import added_later, from_mapping, parse_json, to_json
 from spec_runtime.files.writing import locked, write_atomically
-from spec_runtime.machine import give_back_memory
-from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief, parse_json
 from spec_runtime.files.writing import replacing_folder, require_replaceable, sha256
-from spec_runtime.mapping import brief, parse_json
 
 FORMAT = 1
 HEADER, DRAFTER_HEADER = "checkpoint.json", "config.json"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spec_export import drafters
-from spec_export.loading import files
+from spec_export.model import files
 from spec_export.training import folders, recipe
 from spec_runtime.errors import UserError
 

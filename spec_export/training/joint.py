@@ -37,10 +37,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_export import target as target_files
 from spec_export.drafters.layers import Batch
-from spec_export.families import FAMILIES
-from spec_export.hidden_states import features_and_taps
+from spec_export.model import target as target_files
+from spec_export.model.families import FAMILIES
+from spec_export.model.hidden_states import features_and_taps
 from spec_export.training import recipe
 from spec_export.training.batches import TokenStore
 from spec_export.training.data import Example

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Must, added_later, from_mapping, parse_toml, require_keys, to_json
+from spec_runtime.files.mapping import (
+    Must,
+    added_later,
+    from_mapping,
+    parse_toml,
+    require_keys,
+    to_json,
+)
 
 T = TypeVar("T")
 
@@ -219,7 +226,7 @@ class Recipe:
 
     @property
     def model(self) -> str | None:
-        """Returns the target as `spec_export.target.resolve` takes it."""
+        """Returns the target as `spec_export.model.target.resolve` takes it."""
         return self._from_folder(self.target.model)
 
     @property
@@ -342,7 +349,7 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     """Returns the frozen dataclass `cls` from the values of a TOML or JSON mapping.
 
     `where` names the mapping in messages, such as "recipe.toml [drafter]". Raises UserError for
-    what does not fit, see `spec_runtime.mapping.from_mapping`.
+    what does not fit, see `spec_runtime.files.mapping.from_mapping`.
     """
     return from_mapping(cls, mapping, where, none="absent")
 

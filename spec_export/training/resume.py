@@ -10,7 +10,7 @@ from typing import Any
 from spec_export.training.checkpoint import Checkpoint
 from spec_export.training.curves import TrainingSums
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import from_mapping
+from spec_runtime.files.mapping import from_mapping
 
 # Keys of a recipe that a resumed run may change: when it ends, what it reports and keeps, and what
 # a build makes of the drafter.

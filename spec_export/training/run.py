@@ -20,9 +20,10 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import parse_flag_from_env
 
-from spec_export import drafters, target
-from spec_export.decoder import Backbone
-from spec_export.decoder_config import read_config
+from spec_export import drafters
+from spec_export.model import target
+from spec_export.model.config import read_config
+from spec_export.model.decoder import Backbone
 from spec_export.report import SILENT, Report
 from spec_export.training import bigrams, checkpoint, data, features, inputs, needs, recipe
 from spec_export.training.allocator import keep_big_blocks

@@ -29,8 +29,8 @@ from spec_export.training.folders import BEST, CHECKPOINTS
 from spec_export.training.log import Log
 from spec_export.training.validate import Validation, held_out_sequences, validate
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import give_back_memory
 from spec_runtime.files.writing import remove_folder
-from spec_runtime.machine import give_back_memory
 
 # Steps after which freed memory goes back: batches have all sizes, and glibc keeps the gaps between
 # them, 16 MB more with each step of the demo's drafter.

@@ -1,6 +1,6 @@
 """Opens a bundle's graphs on the backend that was asked for.
 
-Each backend is one file; see README.md for how to add one.
+Each backend is a module that `base.BACKENDS` names; see README.md for how to add one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def open_sampling(bundle: Bundle, target: Backend, runtime: Runtime) -> RowsRead
     if graph is None or (runtime.engine, runtime.device) != ("onnxruntime", "cuda"):
         return None
     # here: only this engine needs onnxruntime
-    from spec_runtime.backends.sampling_graph import SamplingGraph
+    from spec_runtime.backends.cuda.sampling_graph import SamplingGraph
     from spec_runtime.backends.session import as_lender
 
     return SamplingGraph(bundle, graph, as_lender(target).copies, runtime)
@@ -88,7 +88,7 @@ def open_lanes(bundle: Bundle, runtime: Runtime) -> LanePasses | None:
 
     opener, run_drafts = importlib.import_module(runtime.kind.module).open_lanes, run_each
     if runtime.device == "cpu":
-        from spec_runtime.backends.joint_runs import JointRuns
+        from spec_runtime.backends.cpu.joint_runs import JointRuns
 
         run_drafts = JointRuns(bundle, runtime).run
     return LanePasses(bundle, runtime, opener, open_sampling, run_drafts)

@@ -16,8 +16,8 @@ from annotated_types import Ge
 
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.errors import UserError
-from spec_runtime.machine import default_threads, require_threads
-from spec_runtime.mapping import Checked
+from spec_runtime.files.machine import default_threads, require_threads
+from spec_runtime.files.mapping import Checked
 from spec_runtime.options import Option
 
 T = TypeVar("T")
@@ -143,9 +143,9 @@ class BackendKind:
 
 
 BACKENDS: dict[str, BackendKind] = {
-    "onnxruntime": BackendKind("spec_runtime.backends.cpu", "onnxruntime"),
-    "cuda": BackendKind("spec_runtime.backends.cuda", "onnxruntime", "cuda"),
-    "tensorrt": BackendKind("spec_runtime.backends.tensorrt", "tensorrt", "cuda"),
+    "onnxruntime": BackendKind("spec_runtime.backends.cpu.backend", "onnxruntime"),
+    "cuda": BackendKind("spec_runtime.backends.cuda.backend", "onnxruntime", "cuda"),
+    "tensorrt": BackendKind("spec_runtime.backends.tensorrt.backend", "tensorrt", "cuda"),
 }
 
 
@@ -155,8 +155,8 @@ class Runtime(Checked):
 
     `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
     out on a GPU; on the CPU there are none. `map_weights` takes weights on the CPU from files that
-    processes share, see packed_files.py. Raises UserError for an unknown backend and for a
-    number of threads that this machine cannot serve.
+    processes share, see backends/cpu/packed_files.py. Raises UserError for an unknown backend and
+    for a number of threads that this machine cannot serve.
     """
 
     backend: Annotated[

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, GraphRun, RowsReader, Runtime
-from spec_runtime.backends.copies import Copies
-from spec_runtime.backends.device_rows import DeviceRows
+from spec_runtime.backends.cuda.copies import Copies
+from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.pad_rows import WIDTHS, PaddedRows, padded_sizes
 from spec_runtime.backends.session import Lender, OrtBackend, as_lender
 from spec_runtime.backends.shapes import axis_sizes, is_cache, mask_width, shape_of

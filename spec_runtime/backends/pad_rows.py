@@ -1,7 +1,7 @@
 """Pads a batch to a few fixed widths so that CUDA graphs can be reused.
 
 A CUDA graph, like a TensorRT execution context, holds for one shape. The feeds that are padded are
-those of the graph forms, see bundle.Graph and kv.py.
+those of the graph forms, see bundle.Graph and loop/kv.py.
 """
 
 from __future__ import annotations

@@ -17,18 +17,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.backends.base import Backend
-from spec_runtime.backends.captures import no_capture
-from spec_runtime.backends.copies import Copies
-from spec_runtime.backends.cuda_libraries import require_gpu
-from spec_runtime.backends.packed_files import GRAPH, WEIGHTS, packed_file
+from spec_runtime.backends.cpu.packed_files import GRAPH, WEIGHTS, packed_file
+from spec_runtime.backends.cuda.captures import no_capture
+from spec_runtime.backends.cuda.copies import Copies
+from spec_runtime.backends.cuda.libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
+from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.errors import UserError
-from spec_runtime.files.onnx_file import read_outline
-from spec_runtime.machine import default_threads
-from spec_runtime.mapping import brief
+from spec_runtime.files.machine import default_threads
+from spec_runtime.files.mapping import brief
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
 # the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.
@@ -74,7 +74,7 @@ class SessionOptions:
     others runs without, unless `must_capture`. `settings` are added to those that every session
     on the device has. `weights` are used in place of those in the graph's files, by
     name (see weights.DeviceWeights). With `hashes`, the SHA-256 of the graph's files by path,
-    weights on the CPU are taken from a file of packed ones, see packed_files.py.
+    weights on the CPU are taken from a file of packed ones, see backends/cpu/packed_files.py.
     """
 
     threads: int

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
-from spec_runtime.files.onnx_file import read_outline
+from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.files.writing import file_state
 
 _sessions: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le, MaxLen, MinLen
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Must, from_mapping
+from spec_runtime.files.mapping import Must, from_mapping
 
 MOST = 1024  # levels, masks, candidates or nodes: no machine verifies more at once
 _LARGEST_ID = 2**31 - 1

@@ -17,8 +17,8 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 
 from spec_runtime.bundle.drafter_entry import Calibration, KnownConfig, KnownTrees, check_known
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
-from spec_runtime.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, Graph
+from spec_runtime.bundle.onnx_file import OnnxOutline, read_outline
 from spec_runtime.errors import UserError
-from spec_runtime.files.onnx_file import OnnxOutline, read_outline
 
 # What the graphs of spec-export build use, whatever its options.
 _OURS = """

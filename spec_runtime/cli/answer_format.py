@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief
+from spec_runtime.files.mapping import brief
 
 JsonSchema = Annotated[
     Path | None,

@@ -23,7 +23,7 @@ import typer
 
 from spec_runtime.cli.terminal import visible
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief
+from spec_runtime.files.mapping import brief
 
 INTERRUPTED, TERMINATED, NO_READER = (
     128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
@@ -110,7 +110,7 @@ def _usage(error: typer.BadParameter) -> str:
 
 def _request(command: Sequence[str]) -> str:
     """Returns the line that asks to report a mistake of ours."""
-    from spec_runtime.machine import versions
+    from spec_runtime.files.machine import versions
     from spec_runtime.measure.provenance import PACKAGES
 
     packages = (*PACKAGES, "torch", "transformers", "onnx")

@@ -22,8 +22,8 @@ from spec_runtime.errors import ContextLengthError, UserError
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
+    from spec_runtime.loop.stats import Stats
     from spec_runtime.sampling import SamplingOptions
-    from spec_runtime.stats import Stats
 
 # A line is a command if its first word is one: "/usr/bin/env" is not, "/rest" is a mistyped one.
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
@@ -324,7 +324,7 @@ class Chat:
         if not self._results:
             _note("no answer yet")
             return
-        from spec_runtime.stats import Stats
+        from spec_runtime.loop.stats import Stats
 
         last = self._results[-1]
         _note(f"last answer: {options.summary_line(last)}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief
+from spec_runtime.files.mapping import brief
 from spec_runtime.options import Declared, declared, members_of
 
 

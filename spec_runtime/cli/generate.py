@@ -101,8 +101,8 @@ def _trace(
     engine: "Engine", prompt: list[int], settings: "SamplingOptions", out: Path, as_json: bool
 ) -> None:
     """Prints the answer as usual, and writes the page of its steps."""
-    from spec_runtime.tracing.page import page
-    from spec_runtime.tracing.record import record
+    from spec_runtime.trace.page import page
+    from spec_runtime.trace.record import record
 
     def show(text: str) -> None:
         if not as_json:

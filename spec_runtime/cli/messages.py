@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief, parse_json
 from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.mapping import brief, parse_json
 
 EXAMPLE = '[{"role": "user", "content": "…"}]'
 

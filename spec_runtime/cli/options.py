@@ -10,9 +10,9 @@ import typer
 
 from spec_runtime.cli.flags import Flags, whole
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief, parse_json
 from spec_runtime.files.writing import write_atomically
 from spec_runtime.load import LoadOptions
-from spec_runtime.mapping import brief, parse_json
 from spec_runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def deliver(out: Path | None, figures: dict[str, Any], show: Callable[[], None])
 
 def counted_threads(threads: int | None) -> str:
     """Returns how many threads an engine has, None for as many as this process may use."""
-    from spec_runtime.machine import default_threads
+    from spec_runtime.files.machine import default_threads
 
     number = threads or default_threads()
     return f"{number} threads" if number > 1 else "1 thread"

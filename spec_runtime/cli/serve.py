@@ -12,16 +12,10 @@ from spec_runtime.cli.flags import Flags, with_flags
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.load import LoadOptions
 from spec_runtime.options import declared
-from spec_runtime.serving.settings import (
-    LOOPBACK,
-    ServerLimits,
-    Settings,
-    key_from,
-    plain_host,
-)
+from spec_runtime.serve.settings import LOOPBACK, ServerLimits, Settings, key_from, plain_host
 
 if TYPE_CHECKING:
-    from spec_runtime.serving.processes import ServedBundle
+    from spec_runtime.serve.processes import ServedBundle
 
 BundleArgument = Annotated[
     Path | None,
@@ -121,8 +115,8 @@ def command(
     map_weights: MapWeights = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, and a page to look at."""
-    from spec_runtime.machine import default_threads
-    from spec_runtime.serving import processes
+    from spec_runtime.files.machine import default_threads
+    from spec_runtime.serve import processes
 
     is_loopback = plain_host(host) in LOOPBACK
     hosts = (*(LOOPBACK if is_loopback else ()), *(allow_host or ()))
@@ -178,7 +172,7 @@ def _served(
     UserError for names that do not tell bundles apart, and for what a bundle has not."""
     from spec_runtime.bundle import manifest as bundles
     from spec_runtime.load import drafter_names
-    from spec_runtime.serving.processes import ServedBundle
+    from spec_runtime.serve.processes import ServedBundle
 
     if name is not None and len(given) > 1:
         raise UserError(

@@ -19,8 +19,8 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import to_json
 from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.mapping import to_json
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.trees import drawing, templates
 from spec_runtime.trees.budget import RankPath

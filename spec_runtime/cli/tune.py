@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spec_runtime import Engine
     from spec_runtime.bundle.manifest import Manifest
     from spec_runtime.measure.tune import TuneReport
-    from spec_runtime.profile import Key, Profile
+    from spec_runtime.pace.profile import Key, Profile
 
 
 @with_flags(
@@ -48,10 +48,10 @@ def command(
     ] = None,
 ) -> None:
     """Measure this machine and choose the budget that is fastest on it."""
-    from spec_runtime import profile
     from spec_runtime.bundle import manifest as bundles
     from spec_runtime.measure import provenance, tune
     from spec_runtime.measure.prompts import read_prompts
+    from spec_runtime.pace import profile
 
     _prepare(out, figure)
     folder = bundle or bundles.find()

@@ -1,1 +1,1 @@
-"""Writes files and folders whole or not at all; reads the outline of ONNX files."""
+"""Writes files whole or not at all, checks what JSON and TOML say, and describes the machine."""

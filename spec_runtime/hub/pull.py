@@ -17,9 +17,9 @@ from urllib.parse import quote
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import MANIFEST, BundleError
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.writing import replacing_folder, require_replaceable
 from spec_runtime.hub.client import Repository, in_one_line, open_client
-from spec_runtime.machine import cache_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spec_runtime.errors import UserError
+from spec_runtime.loop.stats import Stats, ratio
+from spec_runtime.loop.target import NEAR_TIE, Target
 from spec_runtime.measure import limits, quality
 from spec_runtime.measure.limits import ChainRow, Limits
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
-from spec_runtime.stats import Stats, ratio
-from spec_runtime.target import NEAR_TIE, Target
 from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:

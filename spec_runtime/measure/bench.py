@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spec_runtime.errors import UserError
+from spec_runtime.loop.stats import Stats, ratio
 from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt
-from spec_runtime.stats import Stats, ratio
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spec_runtime.lanes.batch import Batch
-from spec_runtime.sessions.engine_queue import EngineQueue
-from spec_runtime.waiting.admission import Admission
+from spec_runtime.batch.batch import Batch
+from spec_runtime.queue.admission import Admission
+from spec_runtime.queue.engine_queue import EngineQueue
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
-    from spec_runtime.requests.call import Call
+    from spec_runtime.loop.call import Call
     from spec_runtime.sampling import SamplingOptions
 
 

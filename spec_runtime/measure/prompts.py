@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import brief, parse_json
+from spec_runtime.files.mapping import brief, parse_json
 
 # Spec-Bench reports these eight categories of MT-Bench as one subset.
 MT_BENCH = frozenset(

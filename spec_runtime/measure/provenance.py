@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.files.writing import sha256
-from spec_runtime.machine import cpu_model, default_threads, versions
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_runtime.errors import UserError
-from spec_runtime.target import Target
+from spec_runtime.loop.target import Target
 from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:

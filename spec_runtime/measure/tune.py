@@ -1,5 +1,5 @@
 """Finds the budget that is fastest on this machine: measures the times, predicts the speed-ups
-(curve.py), and lets the best few budgets race.
+(pace/curve.py), and lets the best few budgets race.
 
 Where the prediction is inexact (static trees with merged prompt lookup, drafting level by level),
 the race decides.
@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.costs.curve import (
+from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
+from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.loop.stats import Stats
+from spec_runtime.pace.adaptive import LARGEST_TRUST, scale_probabilities
+from spec_runtime.pace.curve import (
     CERTAIN,
     Curve,
     Point,
@@ -24,7 +29,7 @@ from spec_runtime.costs.curve import (
     paying_budget,
     static_points,
 )
-from spec_runtime.costs.measured import (
+from spec_runtime.pace.measured import (
     Recorder,
     costs_of,
     draft_ms,
@@ -32,13 +37,8 @@ from spec_runtime.costs.measured import (
     record,
     without_lookup,
 )
-from spec_runtime.engine import Engine
-from spec_runtime.errors import UserError
-from spec_runtime.profile import PLAIN, Candidate, Costs, Gain, Key, PassCosts, Profile
-from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.pace.profile import PLAIN, Candidate, Costs, Gain, Key, PassCosts, Profile
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.stats import Stats
 from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget, Grown
 

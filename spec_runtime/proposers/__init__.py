@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, DrafterInfo
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.block import BlockProposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer
@@ -19,7 +20,6 @@ from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.proposers.skip_layer import SkipLayerProposer
-from spec_runtime.target import Target
 
 ProposerFactory = Callable[[Bundle, DrafterInfo | None, Runtime, Target], Proposer]
 

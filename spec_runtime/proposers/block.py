@@ -6,10 +6,10 @@ import numpy as np
 
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
-from spec_runtime.proposers.base import Drafting
+from spec_runtime.loop.proposer import Drafting
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.heads import PAIRS, read_pairs
 from spec_runtime.proposers.rows import DrafterRows, RowsProposer
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import grow
 from spec_runtime.trees.guesses import Guesses

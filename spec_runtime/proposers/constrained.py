@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spec_runtime.constraints.path_masks import PathMasks
-from spec_runtime.proposers.base import Drafting, Proposer
+from spec_runtime.grammar.path_masks import PathMasks
+from spec_runtime.loop.proposer import Drafting, Proposer
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 
 

@@ -10,9 +10,9 @@ from typing import Self
 
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, DrafterInfo, require_config
-from spec_runtime.proposers.base import Drafting, grow_with
+from spec_runtime.loop.proposer import Drafting, grow_with
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.rows import DrafterRows, Expanding, RowsProposer, require_levels_fit
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, growing
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
-from spec_runtime.proposers.base import Drafting, Follower
+from spec_runtime.loop.proposer import Drafting, Follower
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.rows import DrafterRows, LastFeature, RowsProposer
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import grow
 from spec_runtime.trees.guesses import Guesses

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec_runtime.proposers.base import StatelessProposer
-from spec_runtime.step import Step
+from spec_runtime.loop.proposer import StatelessProposer
+from spec_runtime.loop.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import TokenTree

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from spec_runtime.proposers.base import Drafting, PlainProposer, Proposer
+from spec_runtime.loop.proposer import Drafting, PlainProposer, Proposer
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.text_index import Place, TextIndex
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.step import Step
 from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import AlongTruth, Budget, Grown

@@ -22,10 +22,10 @@ from spec_runtime.bundle.manifest import (
     DrafterInfo,
     Graph,
 )
-from spec_runtime.kv import Cache, SlotCache, open_cache
-from spec_runtime.proposers.base import WithRuns
-from spec_runtime.step import Step
-from spec_runtime.target import Target
+from spec_runtime.loop.kv import Cache, SlotCache, open_cache
+from spec_runtime.loop.proposer import WithRuns
+from spec_runtime.loop.step import Step
+from spec_runtime.loop.target import Target
 from spec_runtime.trees.grow import Candidates, TreeBuilder
 from spec_runtime.trees.tree import chain_parents
 

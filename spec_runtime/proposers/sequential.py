@@ -11,9 +11,9 @@ import numpy as np
 from spec_runtime import backends
 from spec_runtime.backends import Backend, GraphRun, Runtime
 from spec_runtime.bundle.manifest import BANK_ROWS, STATE_ROWS, Bundle, DrafterInfo, require_config
-from spec_runtime.proposers.base import Drafting, grow_with
+from spec_runtime.loop.proposer import Drafting, grow_with
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.rows import DrafterRows, Expanding, LastFeature, RowsProposer
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, growing
 from spec_runtime.trees.tree import TokenTree

@@ -11,10 +11,10 @@ import numpy as np
 from spec_runtime import backends
 from spec_runtime.backends import Backend, GraphRun, Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
-from spec_runtime.kv import Cache
-from spec_runtime.proposers.base import Drafting, StatelessProposer, WithRuns, grow_with
+from spec_runtime.loop.kv import Cache
+from spec_runtime.loop.proposer import Drafting, StatelessProposer, WithRuns, grow_with
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.rows import Expanding, require_levels_fit
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, growing
 

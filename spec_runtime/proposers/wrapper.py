@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec_runtime.proposers.base import Drafting, Proposer, WithRuns
-from spec_runtime.step import Step
+from spec_runtime.loop.proposer import Drafting, Proposer, WithRuns
+from spec_runtime.loop.step import Step
 from spec_runtime.trees.budget import Budget
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from annotated_types import Ge, Gt, Le, MinLen
 
-from spec_runtime.constraints.formats import Grammar, read_format
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import Checked, Must
+from spec_runtime.files.mapping import Checked, Must
+from spec_runtime.grammar.formats import Grammar, read_format
 from spec_runtime.options import Option
 
 ACCEPTANCES = ("target_sampling", "rejection", "typical")

@@ -20,8 +20,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.errors import UserError
+from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.sampling.params import LogitsProcessor, SamplingParams
 
 

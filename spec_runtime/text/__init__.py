@@ -1,1 +1,1 @@
-"""Turns prompts into tokens and tokens into text: tokenizers, chat templates, control tokens."""
+"""Turns prompts into tokens and tokens into text: tokenizers and their control tokens."""

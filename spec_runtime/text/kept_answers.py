@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_runtime.text.messages import Message
+from spec_runtime.dialogue.messages import Message
 from spec_runtime.text.tokenizer import Codec
 
 MAX_KEPT = 16  # prompts with their answers; a long conversation needs only its latest

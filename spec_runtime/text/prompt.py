@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spec_runtime.constraints.tools import checked_tools
+from spec_runtime.dialogue.messages import Message, Tools, plain_message, require_characters
+from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.errors import UserError
 from spec_runtime.text.kept_answers import Dialogue, KeptAnswers
-from spec_runtime.text.messages import Message, Tools, plain_message, require_characters
 from spec_runtime.text.tokenizer import Codec
 
 if TYPE_CHECKING:
-    from spec_runtime.text.chat_template import ChatTemplate
+    from spec_runtime.dialogue.chat_template import ChatTemplate
 
 Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 

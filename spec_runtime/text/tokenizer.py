@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, TokenizerInfo
-from spec_runtime.constraints.base import Matcher
-from spec_runtime.constraints.call_forms import MARKS
-from spec_runtime.constraints.formats import Grammar
-from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
+from spec_runtime.dialogue.call_forms import MARKS
+from spec_runtime.dialogue.messages import require_characters
+from spec_runtime.dialogue.thinking import marks_of
 from spec_runtime.errors import ContextLengthError, UserError
+from spec_runtime.grammar.base import Matcher
+from spec_runtime.grammar.formats import Grammar
+from spec_runtime.grammar.llguidance_matcher import GrammarCompiler
+from spec_runtime.interruption import Interruption
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.control_tokens import MARK, ControlTokens
-from spec_runtime.text.messages import require_characters
-from spec_runtime.text.thinking import marks_of
-from spec_runtime.waiting.interruption import Interruption
 
 if TYPE_CHECKING:
-    from spec_runtime.text.chat_template import ChatTemplate
+    from spec_runtime.dialogue.chat_template import ChatTemplate
 
 # A prompt may be as long as the context, all of it tokens of this length, and a little longer. What
 # is longer is refused before it is encoded.
@@ -164,7 +164,7 @@ class Tokenizer:
 
 
 def _open_template(path: Path, source: str, special_tokens: dict[str, str]) -> ChatTemplate:
-    from spec_runtime.text.chat_template import ChatTemplate  # here: it imports jinja2
+    from spec_runtime.dialogue.chat_template import ChatTemplate  # here: it imports jinja2
 
     try:
         return ChatTemplate(source, special_tokens, f"chat template {path}")

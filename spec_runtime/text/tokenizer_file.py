@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.bundle.manifest import BundleError
-from spec_runtime.mapping import brief
+from spec_runtime.files.mapping import brief
 
 # How much longer a tokenizer's steps may make a text, all of them together: NFKC makes eleven times
 # as much of one character.

@@ -14,8 +14,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.writing import LockedError, locked
-from spec_runtime.machine import cache_folder
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]

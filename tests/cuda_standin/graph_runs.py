@@ -27,10 +27,10 @@ from spec_runtime import backends
 from spec_runtime.backends import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.fused_steps import open_steps
-from spec_runtime.kv import SlotCache
+from spec_runtime.loop.fused_steps import open_steps
+from spec_runtime.loop.kv import SlotCache
+from spec_runtime.loop.target import ARGMAX, TOP, Asked, Target, verify_together
 from spec_runtime.proposers import PROPOSERS
-from spec_runtime.target import ARGMAX, TOP, Asked, Target, verify_together
 from spec_runtime.trees.tree import TokenTree
 from tools.gpu.graphs import Feeder
 

@@ -14,14 +14,14 @@ import torch
 from workshop import Workshop, drafter_name
 
 import spec_runtime
-from spec_export import target
-from spec_export.bundling.drafters import load_module
-from spec_export.decoder import Backbone
+from spec_export.build.drafters import load_module
 from spec_export.drafters.layers import Batch
-from spec_export.hidden_states import features_and_taps
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
+from spec_export.model.hidden_states import features_and_taps
 from spec_export.training import checkpoint
 from spec_runtime.engine import Engine
-from spec_runtime.step import Step
+from spec_runtime.loop.step import Step
 
 PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
 SAMPLING: list[dict[str, Any]] = [

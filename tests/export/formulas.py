@@ -11,9 +11,10 @@ import torch
 from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, tiny
 from torch import Tensor
 
-from spec_export import drafters, target
-from spec_export.decoder import Backbone
+from spec_export import drafters
 from spec_export.drafters.layers import Batch
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 
 D = HEADS * HEAD_DIM
 # What a tiny drafter has instead of a config's default.

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.trace import save
-from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
-from spec_runtime.kv import open_cache
+from spec_runtime.loop.kv import open_cache
 
 
 def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:

@@ -14,9 +14,9 @@ import torch
 from tiny_target import save_llama
 from transformers import AutoModelForCausalLM
 
-from spec_export import target
-from spec_export.decoder import Backbone
-from spec_export.foreign.importer import run
+from spec_export.imports.drafters.importer import run
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.report import Report
 from spec_runtime.errors import UserError
 

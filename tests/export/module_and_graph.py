@@ -15,11 +15,11 @@ from guessing import has_cache
 from tiny_backbone import chain
 from torch import Tensor
 
-from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 from spec_export.graphs import trace
 from spec_export.graphs.slots import to_slots
-from spec_export.hidden_states import features_and_taps
+from spec_export.model.decoder import Backbone
+from spec_export.model.hidden_states import features_and_taps
 
 Guesses = tuple[Tensor, Tensor, Tensor | None]
 

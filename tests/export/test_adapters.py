@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_target import save_llama
 from transformers import AutoModelForCausalLM
 
-from spec_export import target
+from spec_export.model import target
 from spec_runtime.errors import UserError
 
 IDS = torch.tensor([[1, 5, 9, 2, 7]])

@@ -25,10 +25,11 @@ from torch.nn import functional as F
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import make_bundle, target
-from spec_export.decoder import Backbone
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_export.drafters.amphista import Config, Drafter
-from spec_export.make_bundle import BuildOptions
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.rows import LastFeature

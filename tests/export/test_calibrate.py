@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from small import Run, toy_engine, write_small_bundle
 
-from spec_export import calibrate, cli
+from spec_export import cli
+from spec_export.check import calibrate
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
-from spec_runtime.proposers.base import PlainProposer
-from spec_runtime.stats import Stats
-from spec_runtime.step import Step
+from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.loop.stats import Stats
+from spec_runtime.loop.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses

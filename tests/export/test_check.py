@@ -18,12 +18,15 @@ from said import Said
 from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
-from spec_export import check, make_bundle, reference, replay, target
+from spec_export import reference
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.check import check, replay
+from spec_export.check.replay import make_scripts
 from spec_export.cli import main
-from spec_export.decoder import Backbone
 from spec_export.graphs import slots, trace
-from spec_export.make_bundle import BuildOptions
-from spec_export.replay import make_scripts
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.measure import provenance
@@ -243,7 +246,7 @@ def test_reference_prompts_are_sixteen_and_the_prose_is_long_enough() -> None:
 
 @pytest.mark.model
 def test_int8_of_the_demo_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spec_export import demo
+    from spec_export.model import demo
 
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)  # accepted length has no bound
     monkeypatch.setattr(replay, "LONGEST", 400)  # the demo's context is five times as long

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 import spec_runtime
-from spec_export import make_bundle
-from spec_export.bundling.options import BuildOptions
+from spec_export.build import make_bundle
+from spec_export.build.options import BuildOptions
 from spec_export.training import bigrams, checkpoint
 from spec_export.training.data import Example
 from spec_runtime.bundle import manifest as bundles

@@ -20,8 +20,8 @@ import torch
 from foreign_sources import DRAFTERS, QUANTISED, TARGETS, change, change_tensors, copy
 
 from spec_export.cli import main
-from spec_export.decoder_config import own_rotary_table
-from spec_export.foreign import importer
+from spec_export.imports.drafters import importer
+from spec_export.model.config import own_rotary_table
 from spec_runtime.errors import UserError
 
 SECONDS, MEGABYTES = 5.0, 1500

@@ -37,9 +37,9 @@ from tiny_backbone import (
 )
 from torch import Tensor
 
-from spec_export.decoder import Backbone
-from spec_export.hidden_states import features_and_taps
-from spec_export.modules.attention import window_mask
+from spec_export.model.decoder import Backbone
+from spec_export.model.hidden_states import features_and_taps
+from spec_export.model.modules.attention import window_mask
 from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5

@@ -22,13 +22,13 @@ from tiny_target import make_tokenizer, save_llama
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from spec_export import target  # noqa: E402 (needs torch)
 from spec_export.cli import main  # noqa: E402
 from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
 from spec_export.distill import config as distill_config  # noqa: E402
 from spec_export.distill import engines as distill_engines  # noqa: E402
 from spec_export.distill.answers import DistillConfig, DistillResult  # noqa: E402
 from spec_export.distill.engines import GenerationParams  # noqa: E402
+from spec_export.model import target  # noqa: E402 (needs torch)
 from spec_export.training import data  # noqa: E402 (needs torch)
 from spec_runtime.errors import UserError  # noqa: E402
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import make_bundle
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_export.drafters.draft_model import Config, Drafter, Pretrained, require_same_tokens
 from spec_export.drafters.layers import Batch
 from spec_export.graphs.slots import to_slots
-from spec_export.make_bundle import BuildOptions
 
 NAME = "draft_model"
 

@@ -30,7 +30,7 @@ from spec_export.drafters.layers import Batch
 from spec_export.graphs import trace
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
-from spec_export.hidden_states import features_and_taps
+from spec_export.model.hidden_states import features_and_taps
 
 TAPS = (2, 0, LAYERS)  # in an order of their own; the last is the last layer's output
 OWN = {

@@ -22,12 +22,12 @@ from tiny_target import save_llama
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import target
 from spec_export.graphs.edit import input_at
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.trace import GraphInput, export
-from spec_export.modules.basic import Projection
-from spec_export.modules.experts import Experts
+from spec_export.model import target
+from spec_export.model.modules.basic import Projection
+from spec_export.model.modules.experts import Experts
 from spec_runtime.errors import UserError
 
 N, D, WIDTH, E = 7, 64, 96, 5

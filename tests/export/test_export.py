@@ -17,10 +17,12 @@ from published_heads import medusa_log_q
 from tiny_backbone import LLAMA3, YARN, longrope
 from tiny_target import save_llama
 
-from spec_export import drafters, export_drafter, target
+from spec_export import drafters
 from spec_export.cli import main
-from spec_export.decoder import Backbone
-from spec_export.foreign import importer
+from spec_export.imports.drafters import exporter as export_drafter
+from spec_export.imports.drafters import importer
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.training.checkpoint import SavedDrafter, load_drafter, save_drafter
 from spec_runtime.errors import UserError
 

@@ -27,24 +27,23 @@ from tiny_backbone import YARN, Decoder, backbone_of, chain, path_to, random_tok
 from tiny_target import make_tokenizer
 from torch import Tensor
 
-from spec_export import target, weights
-from spec_export.decoder import Backbone, SharedInputs
-from spec_export.decoder_config import CACHES, POSITIONS
-from spec_export.deferred import is_deferred, real
+from spec_export.check.replay import TransformersModel
 from spec_export.drafters import eagle, skip_layer
-from spec_export.families import FAMILIES, LayerKind
 from spec_export.graphs import quantize
 from spec_export.graphs.half import narrow
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
 from spec_export.graphs.tensorrt import adapt, with_additive_masks
 from spec_export.graphs.trace import export_backbone
-from spec_export.hidden_states import features_and_taps
-from spec_export.loading import pretrained
-from spec_export.modules.basic import LayerNorm
-from spec_export.modules.convolution import with_ancestors
-from spec_export.replay import TransformersModel
-from spec_export.weights import StoredWeights
+from spec_export.model import pretrained, target, weights
+from spec_export.model.config import CACHES, POSITIONS
+from spec_export.model.decoder import Backbone, SharedInputs
+from spec_export.model.deferred import is_deferred, real
+from spec_export.model.families import FAMILIES, LayerKind
+from spec_export.model.hidden_states import features_and_taps
+from spec_export.model.modules.basic import LayerNorm
+from spec_export.model.modules.convolution import with_ancestors
+from spec_export.model.weights import StoredWeights
 from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5

@@ -16,7 +16,7 @@ from said import Said
 from tiny_target import save_llama
 from tiny_training import largest_file, stop_in
 
-from spec_export import target
+from spec_export.model import target
 from spec_export.training import checkpoint, features, tap_codes
 from spec_export.training import run as train
 from spec_export.training.data import Example

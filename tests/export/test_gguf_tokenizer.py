@@ -14,12 +14,15 @@ import pytest
 from tiny_gguf import bytewise_tokens, write_gguf, write_tokenizer
 from tiny_target import save_llama
 
-from spec_export import check, make_bundle, target
-from spec_export.bundling import manifest
-from spec_export.check import DELICATE_TEXTS
-from spec_export.loading import gguf_tokenizer, gguf_vocabulary, pretokenizers
-from spec_export.loading.gguf_vocabulary import ReferenceEncoder
-from spec_export.make_bundle import BuildOptions
+from spec_export.build import make_bundle, manifest
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.check import check
+from spec_export.check.check import DELICATE_TEXTS
+from spec_export.imports.gguf import pretokenizers
+from spec_export.imports.gguf import tokenizer as gguf_tokenizer
+from spec_export.imports.gguf import vocabulary as gguf_vocabulary
+from spec_export.imports.gguf.vocabulary import ReferenceEncoder
+from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.text.tokenizer import Tokenizer
 

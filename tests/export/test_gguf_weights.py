@@ -20,12 +20,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import spec_runtime
-from spec_export import make_bundle, target
-from spec_export.loading import checkpoint, gguf_config, gguf_header, gguf_weights
-from spec_export.loading.gguf_architectures import ARCHITECTURES
-from spec_export.loading.gguf_header import GGUFTensor
-from spec_export.loading.gguf_weights import GGUFWeights
-from spec_export.make_bundle import BuildOptions
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.imports.gguf import config as gguf_config
+from spec_export.imports.gguf import header as gguf_header
+from spec_export.imports.gguf import weights as gguf_weights
+from spec_export.imports.gguf.architectures import ARCHITECTURES
+from spec_export.imports.gguf.header import GGUFTensor
+from spec_export.imports.gguf.weights import GGUFWeights
+from spec_export.model import checkpoint, target
 from spec_runtime.errors import UserError
 
 gguf = pytest.importorskip("gguf")

@@ -21,15 +21,16 @@ from tiny_target import save_llama, teach
 from torch import Tensor
 from workshop import WORDS
 
-from spec_export import make_bundle, target
-from spec_export.bundling.drafters import load_module
+from spec_export.build import make_bundle
+from spec_export.build.drafters import load_module
+from spec_export.build.make_bundle import BuildOptions
 from spec_export.cli import main
 from spec_export.drafters import dflash
 from spec_export.drafters.layers import Batch
-from spec_export.foreign import importer
-from spec_export.foreign.importer import Overrides, run
-from spec_export.hidden_states import features_and_taps
-from spec_export.make_bundle import BuildOptions
+from spec_export.imports.drafters import importer
+from spec_export.imports.drafters.importer import Overrides, run
+from spec_export.model import target
+from spec_export.model.hidden_states import features_and_taps
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 

@@ -16,13 +16,14 @@ from module_and_graph import Guesses, guesses_of
 from published_heads import PublishedEagle, eagle_state, medusa_log_q, medusa_state
 from tiny_target import save_llama
 
-from spec_export import make_bundle, target
-from spec_export.bundling.drafters import load_module
-from spec_export.decoder import Backbone
-from spec_export.foreign import importer
-from spec_export.foreign.importer import Overrides, run
-from spec_export.hidden_states import features_and_taps
-from spec_export.make_bundle import BuildOptions
+from spec_export.build import make_bundle
+from spec_export.build.drafters import load_module
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.imports.drafters import importer
+from spec_export.imports.drafters.importer import Overrides, run
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
+from spec_export.model.hidden_states import features_and_taps
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import spec_runtime
-from spec_export import make_bundle, target
-from spec_export.bundling import drafters
-from spec_export.decoder import Backbone
+from spec_export.build import drafters, make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
-from spec_export.make_bundle import BuildOptions
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint, joint, recipe
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer

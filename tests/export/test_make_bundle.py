@@ -27,21 +27,21 @@ from tiny_training import largest_file
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import demo, target
-from spec_export.bundling import options as build_options
-from spec_export.bundling.drafters import warn_of_doubts
-from spec_export.bundling.manifest import write_tokenizer
+from spec_export.build import options as build_options
+from spec_export.build.drafters import warn_of_doubts
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.build.manifest import write_tokenizer
 from spec_export.cli import main
 from spec_export.cli.report import TerminalReport
-from spec_export.decoder import Backbone
 from spec_export.drafters import draft_model, parallelspec, skip_layer
 from spec_export.graphs import trace
 from spec_export.graphs.quantize import REDUCED
-from spec_export.make_bundle import BuildOptions
+from spec_export.model import demo, target
+from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
 
 NAME = "parallelspec"
 

@@ -10,11 +10,12 @@ import pytest
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import drafters, make_bundle
-from spec_export.make_bundle import BuildOptions
+from spec_export import drafters
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.bundle.operators import OPERATORS, require_known_graph
-from spec_runtime.files.onnx_file import read_outline
 from spec_runtime.trees.budget import Budget
 
 ALL = drafters.trainable()

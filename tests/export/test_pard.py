@@ -20,15 +20,16 @@ from tiny_backbone import TRIMMED, VOCAB, chain
 from tiny_target import save_llama
 from torch import Tensor
 
-from spec_export import make_bundle, target
-from spec_export.bundling.drafters import load_module
-from spec_export.decoder import Backbone
+from spec_export.build import make_bundle
+from spec_export.build.drafters import load_module
+from spec_export.build.make_bundle import BuildOptions
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.pard import Drafter
-from spec_export.foreign import importer
-from spec_export.foreign.importer import Overrides, run
 from spec_export.graphs.slots import to_slots
-from spec_export.make_bundle import BuildOptions
+from spec_export.imports.drafters import importer
+from spec_export.imports.drafters.importer import Overrides, run
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.report import Report
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError

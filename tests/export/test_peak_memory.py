@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tiny_target import make_tokenizer
 from workshop import Workshop
 
-from spec_export.bundling import needs
-from spec_export.bundling.needs import Needs
+from spec_export.build import needs
+from spec_export.build.needs import Needs
 from spec_export.report import Report
 from spec_export.training import disk as disks
 
@@ -29,8 +29,8 @@ BUILDS = """
 import re, sys
 from pathlib import Path
 
-from spec_export import make_bundle
-from spec_export.make_bundle import BuildOptions, build
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions, build
 
 make_bundle.needs.say = lambda needs, out, report: print(needs.memory, needs.disk, end=" ")
 tiny, model, out = sys.argv[1:]

@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_target import save_llama
 from torch import Tensor
 
-from spec_export import target
 from spec_export.graphs import four_bits
-from spec_export.loading import pretrained
-from spec_export.loading.quantised_forms import FORMS as FORMS_READ
-from spec_export.loading.quantised_forms import Parts
+from spec_export.imports.quantised import FORMS as FORMS_READ
+from spec_export.imports.quantised import Parts
+from spec_export.model import pretrained, target
 from spec_runtime.errors import UserError
 
 GROUP = 32

@@ -11,9 +11,9 @@ from said import Said
 from screen import screen
 from tiny_gguf import write_gguf
 
-from spec_export import target
 from spec_export.cli import report as reports
 from spec_export.cli.report import ProgressLines, TerminalReport
+from spec_export.model import target
 from spec_export.report import expected_end
 
 PROGRAM = """

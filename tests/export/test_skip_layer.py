@@ -16,15 +16,15 @@ import onnx  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import target  # noqa: E402
-from spec_export.bundling.drafters import load_module  # noqa: E402
-from spec_export.decoder import Backbone  # noqa: E402
+from spec_export.build.drafters import load_module  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_export.drafters.skip_layer import Config, Drafter  # noqa: E402
+from spec_export.model import target  # noqa: E402
+from spec_export.model.decoder import Backbone  # noqa: E402
 from spec_export.training import checkpoint  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
-from spec_runtime.mapping import from_mapping, to_json  # noqa: E402
+from spec_runtime.files.mapping import from_mapping, to_json  # noqa: E402
 from spec_runtime.trees.grow import TreeBuilder  # noqa: E402
 
 NAME = "skip_layer"

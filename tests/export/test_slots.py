@@ -28,10 +28,10 @@ from tiny_backbone import (
     tiny,
 )
 
-from spec_export.decoder import Backbone
 from spec_export.graphs.edit import MS
 from spec_export.graphs.slots import ATTENTIONS, to_slots
 from spec_export.graphs.trace import export_backbone, save
+from spec_export.model.decoder import Backbone
 
 TOLERANCE = 2e-5
 LAYERS, CAPACITY = 2, 90

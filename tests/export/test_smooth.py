@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_backbone import FAMILIES, Decoder, backbone_of, chain, random_tokens, tiny
 
-from spec_export.decoder import Layer
 from spec_export.graphs.smooth import largest_outputs, smooth
+from spec_export.model.decoder import Layer
 
 OPTIONS = {"llama": {"mlp_bias": True, "attention_bias": True}}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from importing import borrowed_target
 
-from spec_export import export_drafter
-from spec_export.foreign import importer
+from spec_export.imports.drafters import exporter as export_drafter
+from spec_export.imports.drafters import importer
 
 # The library pins an older transformers than ours. Beside it stands what our environment may lack
 # of what it imports; all come without their dependencies, torch among them.

@@ -37,11 +37,14 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from workshop import Workshop
 
-from spec_export import check, make_bundle, reference, target
-from spec_export.decoder import Backbone
-from spec_export.deferred import real
-from spec_export.make_bundle import BuildOptions
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_export import reference
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.check import check
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
+from spec_export.model.deferred import real
+from spec_runtime.dialogue.chat_template import ChatTemplate
 
 
 @pytest.fixture

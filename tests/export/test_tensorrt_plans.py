@@ -24,20 +24,21 @@ from tiny_backbone import backbone_of, tiny
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import cli, drafters, target
-from spec_export.bundling.drafters import load_module
-from spec_export.bundling.writer import save_graph
+from spec_export import cli, drafters
+from spec_export.build.drafters import load_module
+from spec_export.build.writer import save_graph
 from spec_export.cli.report import TerminalReport
-from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
 from spec_export.graphs.lanes import to_lanes
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
-from spec_runtime.backends.tensorrt_api import import_tensorrt
+from spec_runtime.backends.tensorrt.api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
-from spec_runtime.target import ARGMAX, TOP
+from spec_runtime.loop.target import ARGMAX, TOP
 from tools.gpu.graphs import Shape, random_backbone
 
 CAPABILITIES = ("8.0", "8.9", "12.0")

@@ -30,12 +30,12 @@ from tiny_backbone import (
 )
 from torch import Tensor
 
-from spec_export.decoder import Backbone
-from spec_export.deferred import defer
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import PRECISIONS, quantize
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import GraphInput, export, export_backbone, save
+from spec_export.model.decoder import Backbone
+from spec_export.model.deferred import defer
 
 LAYERS = 2
 CACHES = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]

@@ -14,9 +14,9 @@ from tiny_backbone import longrope
 from tiny_target import save_llama
 from tiny_training import curve, stored, train_in_processes
 
-from spec_export import target
-from spec_export.bundling import drafters as bundling
-from spec_export.decoder import Backbone
+from spec_export.build import drafters as bundling
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint, features, trainer
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer

@@ -19,12 +19,12 @@ from importing import borrowed_target
 from tiny_backbone import chain
 from torch import Tensor
 
-from spec_export import target
-from spec_export.bundling.drafters import load_module
-from spec_export.decoder import Backbone
+from spec_export.build.drafters import load_module
 from spec_export.drafters.layers import Batch
-from spec_export.foreign.importer import run
 from spec_export.graphs.slots import to_slots
+from spec_export.imports.drafters.importer import run
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 

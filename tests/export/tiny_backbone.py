@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from spec_export.decoder import Backbone
+from spec_export.model.decoder import Backbone
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # of the tests that trace all of them
 VOCAB, LAYERS, HEADS, HEAD_DIM = 61, 3, 4, 16

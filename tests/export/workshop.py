@@ -11,9 +11,10 @@ from typing import Any
 from filelock import FileLock
 from tiny_target import save_llama, teach
 
-from spec_export import drafters, make_bundle
-from spec_export.bundling.options import DRAFTER_PRECISIONS
-from spec_export.make_bundle import BuildOptions
+from spec_export import drafters
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.build.options import DRAFTER_PRECISIONS
 from spec_export.report import SILENT, Report
 from spec_export.training import run as train
 

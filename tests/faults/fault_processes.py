@@ -23,10 +23,10 @@ from typing import Any
 PRELOADED = [
     "matplotlib.figure",
     "onnxruntime",
-    "spec_export.calibrate",
+    "spec_export.check.calibrate",
     "spec_export.distill.answers",
     "spec_export.distill.engines",
-    "spec_export.make_bundle",
+    "spec_export.build.make_bundle",
     "spec_export.training.run",
     "spec_runtime.measure.bench",
     "spec_runtime.measure.tune",
@@ -212,7 +212,7 @@ class _Journal:
 
 def _watch_decoding(flag: Path) -> None:
     """Makes the file `flag` appear when the target runs over a prompt."""
-    from spec_runtime.target import Target
+    from spec_runtime.loop.target import Target
 
     prefill = Target.prefill
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from fault_processes import Running, call
 
-from spec_runtime import profile
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.writing import sha256
+from spec_runtime.pace import profile
 
 PROMPTS = 12
 SEQUENCES = 600  # more than two of the feature cache's blocks

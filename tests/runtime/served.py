@@ -22,10 +22,10 @@ from toy_backend import CHATML, ByteTokenizer  # noqa: E402
 from toy_engine import make_engine  # noqa: E402
 
 from spec_runtime import Chunk, Engine, GenerationResult  # noqa: E402
-from spec_runtime.serving.app import make_app  # noqa: E402
-from spec_runtime.serving.processes import bind, make_config  # noqa: E402
-from spec_runtime.serving.settings import Settings  # noqa: E402
-from spec_runtime.text.chat_template import ChatTemplate  # noqa: E402
+from spec_runtime.dialogue.chat_template import ChatTemplate  # noqa: E402
+from spec_runtime.serve.app import make_app  # noqa: E402
+from spec_runtime.serve.processes import bind, make_config  # noqa: E402
+from spec_runtime.serve.settings import Settings  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
+from spec_runtime.loop.accept import by_rejection, by_target_sampling, by_typical
 from spec_runtime.trees.tree import Draws, TokenTree
 
 # 5 ─┬─ 7 ── 9

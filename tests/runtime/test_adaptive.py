@@ -11,8 +11,9 @@ import pytest
 from toy_engine import make_engine, random_prompt
 from tuning import COSTS
 
-from spec_runtime.profile import Gain
-from spec_runtime.proposers.adaptive import (
+from spec_runtime.loop.proposer import PlainProposer, WithoutRuns
+from spec_runtime.loop.step import Step
+from spec_runtime.pace.adaptive import (
     FIRST_REST,
     LARGEST_TRUST,
     LONGEST_REST,
@@ -21,10 +22,9 @@ from spec_runtime.proposers.adaptive import (
     ProbabilityScaler,
     scale_probabilities,
 )
-from spec_runtime.proposers.base import PlainProposer, WithoutRuns
+from spec_runtime.pace.profile import Gain
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.grow import grow

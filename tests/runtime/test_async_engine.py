@@ -13,11 +13,11 @@ from gates import PATIENCE, GatedRuns, in_loop, wait_until
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
-from spec_runtime.lanes.batch import Batch
-from spec_runtime.requests.call import Call
-from spec_runtime.sessions.async_engine import MAX_UNREAD
-from spec_runtime.sessions.engine_queue import EngineQueue, Job
-from spec_runtime.waiting.admission import Admission
+from spec_runtime.batch.batch import Batch
+from spec_runtime.loop.call import Call
+from spec_runtime.queue.admission import Admission
+from spec_runtime.queue.async_engine import MAX_UNREAD
+from spec_runtime.queue.engine_queue import EngineQueue, Job
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPTS = [random_prompt(seed) for seed in range(8)]

@@ -17,14 +17,14 @@ from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import make_proposer, random_prompt
 
 import spec_runtime
-from spec_runtime import generate
 from spec_runtime.bundle import manifest as bundle
 from spec_runtime.engine import Engine, OpenedDrafter
-from spec_runtime.kv import open_cache
+from spec_runtime.loop import generate
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.target import NEAR_TIE, Target, top_gap
 from spec_runtime.measure import audit, distribution_test, quality
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
-from spec_runtime.target import NEAR_TIE, Target, top_gap
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 

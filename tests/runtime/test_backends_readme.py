@@ -45,7 +45,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from spec_export import make_bundle
+    from spec_export.build import make_bundle
 
     options = make_bundle.BuildOptions(
         str(workshop.llama()),

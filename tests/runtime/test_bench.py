@@ -11,13 +11,13 @@ from small import CONTEXT, toy_engine
 
 from spec_runtime import Engine, GenerationResult
 from spec_runtime.cli.bench import contenders
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import bench
 from spec_runtime.measure import clients as measured
 from spec_runtime.measure.audit import Divergence
 from spec_runtime.measure.bench import Pair, Turn
 from spec_runtime.measure.prompts import MT_BENCH, BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
-from spec_runtime.stats import Stats
 
 # ---- figures by hand ----
 

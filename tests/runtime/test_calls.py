@@ -17,10 +17,9 @@ from fake_clock import FakeClock
 from gates import PATIENCE, GatedRuns, wait_until
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime import Engine, GenerationResult, Piece, SamplingParams
-from spec_runtime.target import PREFILL_ROWS
+from spec_runtime import Engine, GenerationResult, Piece, SamplingParams, interruption
+from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget
-from spec_runtime.waiting import interruption
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPT = random_prompt(1)
@@ -254,7 +253,7 @@ def test_a_closed_engine_holds_neither_target_nor_drafter(drafter: str) -> None:
 
 FREED = """
 import ctypes
-from spec_runtime.machine import give_back_memory
+from spec_runtime.files.machine import give_back_memory
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
@@ -283,7 +282,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 # A thread frees a block after a larger one was freed, which glibc then keeps the room of.
 THREADS = """
 import ctypes, sys, threading
-from spec_runtime.machine import return_big_blocks
+from spec_runtime.files.machine import return_big_blocks
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

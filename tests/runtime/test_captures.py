@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from spec_runtime.backends.captures import capturing, free_later, no_capture
+from spec_runtime.backends.cuda.captures import capturing, free_later, no_capture
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
@@ -123,14 +123,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from spec_runtime.backends import captures
+from spec_runtime.backends.cuda import captures
 
 if sys.argv[2] == "unguarded":
     captures.no_capture = captures.capturing = contextlib.nullcontext
     captures.free_later = lambda free: free()
 
 from spec_runtime.backends import pad_rows
-from spec_runtime.backends.cuda import CudaBackend
+from spec_runtime.backends.cuda.backend import CudaBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 pad_rows.WIDTHS = tuple(range(1, 65))  # each number of rows is a shape of its own

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from spec_runtime.text import chat_template
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue import chat_template
+from spec_runtime.dialogue.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -27,13 +27,13 @@ pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
 from spec_runtime import AsyncEngine, Chunk
 from spec_runtime.cli import main, options
-from spec_runtime.constraints import llguidance_matcher
-from spec_runtime.constraints.base import read
-from spec_runtime.constraints.formats import Grammar, read_format
-from spec_runtime.constraints.llguidance_matcher import LlguidanceMatcher
-from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.engine import Engine, GenerationResult
 from spec_runtime.errors import UserError
+from spec_runtime.grammar import llguidance_matcher
+from spec_runtime.grammar.base import read
+from spec_runtime.grammar.formats import Grammar, read_format
+from spec_runtime.grammar.llguidance_matcher import LlguidanceMatcher
+from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.grow import TreeBuilder

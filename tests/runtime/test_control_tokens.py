@@ -11,9 +11,9 @@ import pytest
 from toy_bundle import write_bundle
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.constraints.tools import ToolCall
-from spec_runtime.requests.answer import form_of
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.tools import ToolCall
+from spec_runtime.loop.answer import form_of
 from spec_runtime.text.control_tokens import FENCE, MARK, MAX_DEPTH
 from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.text.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from keeping_engine import MAX_LENGTH, MODEL, keeping
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import Engine
-from spec_runtime.conversations.conversations import MIN_ROWS
-from spec_runtime.conversations.row_store import ConversationRows, RowStore
 from spec_runtime.engine import OpenedDrafter
-from spec_runtime.target import PREFILL_ROWS
+from spec_runtime.loop.conversations import MIN_ROWS
+from spec_runtime.loop.row_store import ConversationRows, RowStore
+from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget
 
 

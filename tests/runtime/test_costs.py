@@ -8,7 +8,7 @@ import pytest
 from fake_clock import FakeClock
 from toy_engine import make_engine, random_prompt
 
-from spec_runtime import generate
+from spec_runtime.loop import generate
 from spec_runtime.trees.budget import Budget
 
 # seconds that one call of each takes; sums of these are exact

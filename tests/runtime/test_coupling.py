@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spec_runtime.generate import _acceptance
+from spec_runtime.loop.generate import _acceptance
 from spec_runtime.sampling import Sampler, SamplingParams
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Drawn

@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 from tuning import ACCURACY, convex, stepped
 
-from spec_runtime.costs.curve import (
-    Curve,
-    grown_points,
-    monotone,
-    static_points,
-)
 from spec_runtime.measure import tune
-from spec_runtime.profile import Costs
+from spec_runtime.pace.curve import Curve, grown_points, monotone, static_points
+from spec_runtime.pace.profile import Costs
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.tree import TokenTree
 

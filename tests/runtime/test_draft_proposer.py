@@ -11,7 +11,7 @@ from toy_backend import ToyTarget
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime.engine import Engine
-from spec_runtime.kv import open_cache
+from spec_runtime.loop.kv import open_cache
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.trees.budget import Budget

@@ -9,12 +9,12 @@ import pytest
 from toy_backend import CHATML, ByteTokenizer
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
+from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.engine import Engine
 from spec_runtime.errors import ContextLengthError, UserError
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.step import Step
-from spec_runtime.text.chat_template import ChatTemplate
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 

@@ -207,7 +207,7 @@ def test_an_interruption_between_two_steps_gives_the_target_back(
     engine = engine_of()
     with monkeypatch.context() as patched:
         spy = Mock(side_effect=[None, None, KeyboardInterrupt])
-        patched.setattr("spec_runtime.waiting.fair_lock.Holder.resume", spy)
+        patched.setattr("spec_runtime.loop.fair_lock.Holder.resume", spy)
         with pytest.raises(KeyboardInterrupt) as caught:
             engine.generate(random_prompt(2))
     assert caught.value.__traceback__ is not None

@@ -13,10 +13,10 @@ from small import small_manifest
 from small_trees import features_of
 
 from spec_runtime.bundle.manifest import Bundle, BundleError
-from spec_runtime.kv import open_cache
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Static
 
 

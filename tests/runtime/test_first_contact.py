@@ -20,9 +20,9 @@ from cuda_standin import StandIn
 from cuda_standin.build import PROVIDER
 from workshop import Workshop
 
-from spec_runtime.backends import cuda_libraries
 from spec_runtime.backends.base import Runtime
-from spec_runtime.backends.cuda_libraries import DRIVER, LIBRARIES, library_folders
+from spec_runtime.backends.cuda import libraries as cuda_libraries
+from spec_runtime.backends.cuda.libraries import DRIVER, LIBRARIES, library_folders
 
 ABSENT = "cannot open shared object file"
 
@@ -215,8 +215,8 @@ def test_the_provider_links_to_the_libraries_that_we_load(standin: StandIn) -> N
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from spec_export import make_bundle
-    from spec_export.make_bundle import BuildOptions
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
 
     return make_bundle.build(
         BuildOptions(

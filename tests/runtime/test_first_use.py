@@ -12,16 +12,15 @@ from toy_backend import ToyTarget
 from toy_bundle import write_bundle
 from tuning import COSTS, opened_anew
 
-from spec_runtime import profile
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.costs import first_use
-from spec_runtime.costs.measured import measure_passes
-from spec_runtime.profile import Gain, PassCosts
-from spec_runtime.proposers.adaptive import CONTEXT_ROWS, FIRST_REST, DraftPauser
-from spec_runtime.proposers.base import PlainProposer, WithoutRuns
+from spec_runtime.loop.proposer import PlainProposer, WithoutRuns
+from spec_runtime.loop.step import Step
+from spec_runtime.loop.target import LOGITS
+from spec_runtime.pace import first_use, profile
+from spec_runtime.pace.adaptive import CONTEXT_ROWS, FIRST_REST, DraftPauser
+from spec_runtime.pace.measured import measure_passes
+from spec_runtime.pace.profile import Gain, PassCosts
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.step import Step
-from spec_runtime.target import LOGITS
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 

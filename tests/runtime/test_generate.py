@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime import GenerationResult, generate
+from spec_runtime import GenerationResult
 from spec_runtime.engine import Engine
+from spec_runtime.loop import generate
+from spec_runtime.loop.stats import Stats
+from spec_runtime.loop.step import Ending, Step, count_step
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
-from spec_runtime.stats import Stats
-from spec_runtime.step import Ending, Step, count_step
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 

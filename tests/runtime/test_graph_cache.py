@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from spec_runtime.backends import graph_cache
-from spec_runtime.backends.graph_cache import GraphCache, GraphRun
+from spec_runtime.backends.cuda import graph_cache
+from spec_runtime.backends.cuda.graph_cache import GraphCache, GraphRun
 
 
 class Noted(GraphRun):

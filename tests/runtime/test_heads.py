@@ -12,10 +12,10 @@ from toy_backend import ToyDrafter, ToyTarget
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime.bundle.manifest import BundleError, DrafterInfo, Graph, TensorSpec
-from spec_runtime.kv import SlotCache
+from spec_runtime.loop.kv import SlotCache
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.heads import OnePassProposer, read_pairs
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 
 MASK = 900

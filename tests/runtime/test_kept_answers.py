@@ -11,7 +11,7 @@ from keeping_engine import keeping
 from toy_backend import CHATML, ByteTokenizer
 
 from spec_runtime import AsyncEngine, AsyncSession, Engine, Session
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.text.kept_answers import KeptAnswers
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from spec_runtime.kv import Cache, ContiguousCache, SlotCache, open_cache
+from spec_runtime.loop.kv import Cache, ContiguousCache, SlotCache, open_cache
 from spec_runtime.trees.tree import TokenTree, ancestors, chain_parents, depths
 
 CAPACITY = 48

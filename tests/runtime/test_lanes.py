@@ -16,8 +16,11 @@ from small import toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, UserError
-from spec_runtime.lanes.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
-from spec_runtime.lanes.row_budget import (
+from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
+from spec_runtime.interruption import Interrupted
+from spec_runtime.loop.result import Chunk, GenerationResult
+from spec_runtime.loop.target import PREFILL_ROWS
+from spec_runtime.pace.row_budget import (
     EXPLORING,
     FIRST_REST,
     LEARNT_PASSES,
@@ -26,13 +29,10 @@ from spec_runtime.lanes.row_budget import (
     Line,
     RowBudget,
 )
-from spec_runtime.requests.result import Chunk, GenerationResult
-from spec_runtime.sessions.async_engine import MAX_UNREAD
-from spec_runtime.sessions.engine_queue import Job
-from spec_runtime.target import PREFILL_ROWS
+from spec_runtime.queue.async_engine import MAX_UNREAD
+from spec_runtime.queue.engine_queue import Job
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
-from spec_runtime.waiting.interruption import Interrupted
 
 PROMPTS = [f"{'ab' * n} say" for n in range(1, 9)]
 

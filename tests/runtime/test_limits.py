@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import audit, limits
 from spec_runtime.measure.audit import Answer, AuditReport, Divergence, RowDelta
-from spec_runtime.stats import Stats
 
 VOCAB = 4096
 

@@ -10,8 +10,8 @@ import pytest
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime.engine import Engine
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree, ancestors
 

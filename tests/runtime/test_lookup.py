@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 

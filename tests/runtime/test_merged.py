@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from spec_runtime.proposers.adaptive import ProbabilityScaler
-from spec_runtime.proposers.base import PlainProposer, Proposer, WithoutRuns
+from spec_runtime.loop.proposer import PlainProposer, Proposer, WithoutRuns
+from spec_runtime.loop.step import Step
+from spec_runtime.pace.adaptive import ProbabilityScaler
 from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, MergedProposer, combined
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import Draws, TokenTree

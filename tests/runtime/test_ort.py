@@ -13,10 +13,11 @@ from onnx_text import model_of
 from small import small_manifest
 
 from spec_runtime import backends
-from spec_runtime.backends import cuda, session
-from spec_runtime.backends.copies import Copies
-from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.backends.cuda import CudaBackend
+from spec_runtime.backends import session
+from spec_runtime.backends.cpu.backend import CpuBackend
+from spec_runtime.backends.cuda import backend as cuda
+from spec_runtime.backends.cuda.backend import CudaBackend
+from spec_runtime.backends.cuda.copies import Copies
 from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
 
 onnx = pytest.importorskip("onnx")

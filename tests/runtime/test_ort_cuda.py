@@ -22,26 +22,19 @@ from onnx_text import model_of, session_of
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime.backends import (
-    Runtime,
-    cpu,
-    device_runs,
-    graph_cache,
-    open_graph,
-    pad_rows,
-    session,
-    shapes,
-)
-from spec_runtime.backends.copies import Copies
-from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends import Runtime, open_graph, pad_rows, session, shapes
+from spec_runtime.backends.cpu import backend as cpu
+from spec_runtime.backends.cpu.backend import CpuBackend
+from spec_runtime.backends.cuda import device_runs, graph_cache
+from spec_runtime.backends.cuda.copies import Copies
 from spec_runtime.backends.layout import ALIGNMENT, PackedFeeds
 from spec_runtime.backends.session import NamingGraph, OrtBackend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
-from spec_runtime.kv import Cache, open_cache
-from spec_runtime.proposers.base import Drafting
+from spec_runtime.loop.kv import Cache, open_cache
+from spec_runtime.loop.proposer import Drafting
+from spec_runtime.loop.target import STRICT_GAPS, TOP, Target
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.target import STRICT_GAPS, TOP, Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
@@ -246,8 +239,8 @@ def test_draws_mostly_fetch_the_largest_logits(
     num_top: int,
 ) -> None:
     """Where those do not settle a draw, the whole row is fetched; tokens are the same."""
-    from spec_export import make_bundle
-    from spec_export.make_bundle import BuildOptions
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
 
     monkeypatch.setattr(
         make_bundle, "sampling_graph", partial(make_bundle.sampling_graph, most=num_top)
@@ -345,8 +338,8 @@ def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
 @pytest.fixture(scope="module")
 def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a bundle for CUDA whose features and states go by the host."""
-    from spec_export import make_bundle
-    from spec_export.make_bundle import BuildOptions
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("keep_target", "keep_drafter"):

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime import generate
-from spec_runtime.accept import _pick
-from spec_runtime.proposers.base import WithoutRuns
+from spec_runtime.loop import generate
+from spec_runtime.loop.accept import _pick
+from spec_runtime.loop.proposer import WithoutRuns
+from spec_runtime.loop.stats import Stats
+from spec_runtime.loop.step import Ending, Step
 from spec_runtime.sampling import ACCEPTANCES, MIN_TEMPERATURE, SamplingParams
-from spec_runtime.stats import Stats
-from spec_runtime.step import Ending, Step
 from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from test_shared_sessions import GRAPH, WIDTH, graph_of, product, write
 
-from spec_runtime.backends import packed_files, session
-from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.backends.packed_files import SEAL, WEIGHTS
+from spec_runtime.backends import session
+from spec_runtime.backends.cpu import packed_files
+from spec_runtime.backends.cpu.backend import CpuBackend
+from spec_runtime.backends.cpu.packed_files import SEAL, WEIGHTS
 from spec_runtime.bundle.manifest import Graph
-from spec_runtime.files.onnx_file import read_outline
+from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.files.writing import locked, sha256
 
 

@@ -10,7 +10,7 @@ import pytest
 from spec_runtime.backends.pad_rows import PaddedRows, padded_width, plan_padding
 from spec_runtime.backends.shapes import shape_of
 from spec_runtime.bundle.manifest import Graph, TensorSpec
-from spec_runtime.kv import ContiguousCache, open_cache
+from spec_runtime.loop.kv import ContiguousCache, open_cache
 from spec_runtime.trees.tree import chain_parents
 
 CAPACITY = 40

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from small_trees import Table, paths
 
-from spec_runtime.costs.curve import (
-    Curve,
-    paying_budget,
-)
-from spec_runtime.profile import Costs
+from spec_runtime.pace.curve import Curve, paying_budget
+from spec_runtime.pace.profile import Costs
 from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Grown, Static

@@ -12,11 +12,12 @@ from toy_backend import ToyTarget
 from toy_bundle import write_bundle
 from tuning import COSTS, KEY, opened_anew
 
-from spec_runtime import machine, profile
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.profile import PLAIN, Candidate, Gain, Key, Profile
-from spec_runtime.proposers.adaptive import DraftPauser
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.files import machine
+from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.pace import profile
+from spec_runtime.pace.adaptive import DraftPauser
+from spec_runtime.pace.profile import PLAIN, Candidate, Gain, Key, Profile
 from spec_runtime.trees.budget import Budget, Grown, Static
 
 pytestmark = pytest.mark.usefixtures("toy_graphs")

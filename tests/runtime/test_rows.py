@@ -9,9 +9,9 @@ import pytest
 from small_trees import features_of
 
 from spec_runtime.backends import run_at_once
-from spec_runtime.kv import open_cache
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.step import Step
 from spec_runtime.trees.grow import TreeBuilder
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.accept import by_target_sampling
 from spec_runtime.errors import UserError
+from spec_runtime.loop.accept import by_target_sampling
 from spec_runtime.sampling import (
     MAX_SHIFT,
     MIN_TEMPERATURE,

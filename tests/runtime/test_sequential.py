@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from small_trees import features_of
 
-from spec_runtime.kv import SlotCache
+from spec_runtime.loop.kv import SlotCache
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.proposers.sequential import SequentialProposer
-from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 

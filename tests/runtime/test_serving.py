@@ -28,7 +28,7 @@ from served import (
 from toy_backend import ByteTokenizer
 
 from spec_runtime import TokenLogprob
-from spec_runtime.serving.replies import TokenTexts
+from spec_runtime.serve.openai.replies import TokenTexts
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
 JSON = {"Content-Type": "application/json"}
@@ -402,7 +402,7 @@ def test_a_body_too_large_is_refused(client: Any, is_chunked: bool) -> None:
 def test_a_body_is_read_up_to_the_limit_however_large_that_is(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spec_runtime.serving.guards.MOST_DISCARDED", 10)
+    monkeypatch.setattr("spec_runtime.serve.guards.MOST_DISCARDED", 10)
     assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}).status_code == 200
     assert client.post(COMPLETIONS, json={"prompt": "x" * 20_000}).status_code == 413
 
@@ -528,13 +528,13 @@ def test_a_mistake_of_ours_is_an_error_without_details(
         raise RuntimeError("boom")
 
     with monkeypatch.context() as patched:
-        patched.setattr("spec_runtime.serving.writers.finish_reason", fail)
+        patched.setattr("spec_runtime.serve.openai.writers.finish_reason", fail)
         reply = client.post(COMPLETIONS, json=BODY)
         assert reply.status_code == 500
         assert reply.json()["error"]["code"] == "internal_error"
         wait_until(lambda: "boom" in caplog.text)
     assert client.post(COMPLETIONS, json=BODY).status_code == 200
-    monkeypatch.setattr("spec_runtime.serving.metrics.Metrics.count_answer", fail)
+    monkeypatch.setattr("spec_runtime.serve.metrics.Metrics.count_answer", fail)
     *parts, last = events(client.post(COMPLETIONS, json={**BODY, "stream": True}).text)
     assert parts
     assert last["error"]["code"] == "internal_error", "in the midst of a stream, its last event"

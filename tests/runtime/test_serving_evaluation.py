@@ -13,10 +13,10 @@ import small
 from served import COMPLETIONS, choice_of, metrics, post, served, stream, toy_engine
 
 from spec_runtime import Engine, TokenLogprob
-from spec_runtime.lanes.answering import ScoringEngine
-from spec_runtime.lanes.batch import Batch, Pass
+from spec_runtime.batch.answering import ScoringEngine
+from spec_runtime.batch.batch import Batch, Pass
+from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.sampling import token_logprob
-from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.tree import TokenTree
 
 LONG = "the quick brown fox jumps " * 11

@@ -11,7 +11,7 @@ import pytest
 from served import CHAT, COMPLETIONS, HELLO, choice_of, post, served, stream, toy_engine
 
 from spec_runtime import UserError
-from spec_runtime.serving.settings import Settings
+from spec_runtime.serve.settings import Settings
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
 SITE = "https://chat.example:8443"

@@ -33,17 +33,17 @@ from toy_backend import CHATML
 from toy_engine import make_engine
 
 from spec_runtime import QueueFull, SamplingParams
-from spec_runtime.lanes.batch import Batch
-from spec_runtime.requests.call import Call
-from spec_runtime.serving import service
-from spec_runtime.serving.answers import Answers
-from spec_runtime.serving.errors import ApiError, as_api_error, response
-from spec_runtime.serving.metrics import Metrics
-from spec_runtime.serving.settings import Settings
-from spec_runtime.sessions.engine_queue import EngineQueue
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.batch.batch import Batch
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.loop.call import Call
+from spec_runtime.queue.admission import Admission
+from spec_runtime.queue.engine_queue import EngineQueue
+from spec_runtime.serve import service
+from spec_runtime.serve.answers import Answers
+from spec_runtime.serve.errors import ApiError, as_api_error, response
+from spec_runtime.serve.metrics import Metrics
+from spec_runtime.serve.settings import Settings
 from spec_runtime.text.prompt import Prompt
-from spec_runtime.waiting.admission import Admission
 
 BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 STREAM = {**BODY, "stream": True}
@@ -320,7 +320,7 @@ def test_answers_that_a_stop_cuts_off_end_with_an_error(
 def test_a_reader_who_takes_nothing_does_not_hold_up_a_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spec_runtime.serving.guards.NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr("spec_runtime.serve.guards.NOTICE_SECONDS", 0.01)
     with (
         served(toy_engine(max_length=1200)) as server,
         server.client() as client,
@@ -333,7 +333,7 @@ def test_a_reader_who_takes_nothing_does_not_hold_up_a_stop(
 
 
 def test_broken_requests_are_refused_and_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.05)
+    monkeypatch.setattr("spec_runtime.serve.guards.BODY_SECONDS", 0.05)
     hosts = ("localhost", "127.0.0.1")
     with served(hosts=hosts) as server, server.client() as client:
         for data, status in (
@@ -358,7 +358,7 @@ POST = (
 )
 CHUNKED = HEAD.replace("Content-Length: 100", "Transfer-Encoding: chunked").encode()
 LARGE_BODY = HEAD.replace("100", "1000000").encode()
-NAME = "spec_runtime.serving.connections."
+NAME = "spec_runtime.serve.connections."
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_connection_whose_client_completes_no_request_is_closed(
             return True
 
     monkeypatch.setattr(NAME + "HEAD_SECONDS", 0.1)
-    monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.1)
+    monkeypatch.setattr("spec_runtime.serve.guards.BODY_SECONDS", 0.1)
     monkeypatch.setattr(NAME + "LATE_SECONDS", 0.1)
     with served(api_key="k") as server, connect(server.port) as connection:
         connection.settimeout(0.01)
@@ -429,7 +429,7 @@ def test_a_connection_that_waits_for_answers_stays(
 ) -> None:
     for name in (NAME + "HEAD_SECONDS", NAME + "LATE_SECONDS"):
         monkeypatch.setattr(name, 0.01)
-    monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.01)
+    monkeypatch.setattr("spec_runtime.serve.guards.BODY_SECONDS", 0.01)
     with held() as (server, _, runs), connect(server.port) as connection:
         connection.sendall(POST)
         runs.wait_for_run()

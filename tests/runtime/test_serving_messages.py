@@ -24,10 +24,10 @@ from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
 from spec_runtime import Chunk, GenerationResult, Stats
-from spec_runtime.requests.answer import AnswerForm
-from spec_runtime.serving.anthropic.replies import MessageReply
-from spec_runtime.serving.anthropic.requests import MessagesRequest
-from spec_runtime.text.thinking import Tags
+from spec_runtime.dialogue.thinking import Tags
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.serve.anthropic.replies import MessageReply
+from spec_runtime.serve.anthropic.requests import MessagesRequest
 
 COUNT = "/v1/messages/count_tokens"
 BODY = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
@@ -510,7 +510,7 @@ def test_a_mistake_of_ours_is_an_error_without_details(
         reply = client.post(MESSAGES, json=BODY)
         assert_refused(reply, 500, "api_error", "had an error")
         assert "boom" not in reply.text
-    monkeypatch.setattr("spec_runtime.serving.metrics.Metrics.count_answer", fail)
+    monkeypatch.setattr("spec_runtime.serve.metrics.Metrics.count_answer", fail)
     *parts, last = stream(client, MESSAGES, **BODY)
     assert parts[-1]["type"] == "content_block_delta"
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")

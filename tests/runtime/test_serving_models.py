@@ -30,16 +30,16 @@ from served import (
 )
 
 from spec_runtime import Engine, UserError
-from spec_runtime.lanes.batch import Batch
-from spec_runtime.serving import accepting
-from spec_runtime.serving.accepting import IdlestServer
-from spec_runtime.serving.app import make_app, make_app_of
-from spec_runtime.serving.metrics import Metrics
-from spec_runtime.serving.models import Model, Models
-from spec_runtime.serving.processes import bind, make_config
-from spec_runtime.serving.responses.store import ResponseStore
-from spec_runtime.serving.service import Service
-from spec_runtime.serving.settings import Settings
+from spec_runtime.batch.batch import Batch
+from spec_runtime.serve import accepting
+from spec_runtime.serve.accepting import IdlestServer
+from spec_runtime.serve.app import make_app, make_app_of
+from spec_runtime.serve.metrics import Metrics
+from spec_runtime.serve.models import Model, Models
+from spec_runtime.serve.processes import bind, make_config
+from spec_runtime.serve.responses.store import ResponseStore
+from spec_runtime.serve.service import Service
+from spec_runtime.serve.settings import Settings
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
 MANY = {"model": "letters", "prompt": "hello", "max_tokens": 60, "temperature": 0}

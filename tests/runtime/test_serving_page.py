@@ -17,8 +17,8 @@ from served import HELLO, events, served, toy_engine
 from test_serving_models import shelved
 from toy_backend import ByteTokenizer
 
-from spec_runtime.serving.page import PageRequest, page_html, shown_tree
-from spec_runtime.step import Step
+from spec_runtime.loop.step import Step
+from spec_runtime.serve.page import PageRequest, page_html, shown_tree
 from spec_runtime.trees.tree import TokenTree
 from tools.docs import page_screenshots
 

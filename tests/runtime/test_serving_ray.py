@@ -44,8 +44,8 @@ import tiny_bundle  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
-from spec_runtime.serving import ray_app  # noqa: E402
-from spec_runtime.serving.relay import RETRIES_HEADER  # noqa: E402
+from spec_runtime.serve import ray_app  # noqa: E402
+from spec_runtime.serve.relay import RETRIES_HEADER  # noqa: E402
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
 NUM_REPLICAS, MAX_ONGOING, MAX_QUEUED = 2, 4, 16
@@ -252,7 +252,7 @@ def test_the_examples_config_is_one_of_ray_and_of_ours() -> None:
     path = Path(__file__).parents[2] / "examples/ray_serve.yaml"
     config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
     (application,) = config.applications
-    assert application.import_path == "spec_runtime.serving.ray_app:build"
+    assert application.import_path == "spec_runtime.serve.ray_app:build"
     arguments = ray_app.Arguments.model_validate(application.args)
     assert isinstance(ray_app.build(arguments), serve.Application)
     assert arguments.scale == {"autoscaling_config": application.args["autoscaling_config"]}

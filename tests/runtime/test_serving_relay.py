@@ -14,13 +14,13 @@ import pytest
 from served import COMPLETIONS, events, toy_engine
 
 from spec_runtime import QueueFull
-from spec_runtime.serving.app import make_unguarded_app
-from spec_runtime.serving.guards import Guards
-from spec_runtime.serving.metrics import CarriedMetrics, Metrics
-from spec_runtime.serving.models import models_of
-from spec_runtime.serving.relay import Relay, ReplicaDied, answers_of
-from spec_runtime.serving.service import Service
-from spec_runtime.serving.settings import Settings
+from spec_runtime.serve.app import make_unguarded_app
+from spec_runtime.serve.guards import Guards
+from spec_runtime.serve.metrics import CarriedMetrics, Metrics
+from spec_runtime.serve.models import models_of
+from spec_runtime.serve.relay import Relay, ReplicaDied, answers_of
+from spec_runtime.serve.service import Service
+from spec_runtime.serve.settings import Settings
 
 ASK = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 STREAM = {**ASK, "stream": True}
@@ -270,7 +270,7 @@ def test_leaving_ends_the_answer_of_a_replica() -> None:
 
 def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "spec_runtime.serving.ray_app", raising=False)
+    monkeypatch.delitem(sys.modules, "spec_runtime.serve.ray_app", raising=False)
     with pytest.raises(ModuleNotFoundError) as caught:
-        importlib.import_module("spec_runtime.serving.ray_app")
+        importlib.import_module("spec_runtime.serve.ray_app")
     assert str(caught.value) == "Ray Serve is not installed: pip install 'specsplit[ray]'"

@@ -24,14 +24,14 @@ from served import (
 from toy_backend import ByteTokenizer
 
 from spec_runtime import Chunk, GenerationResult, Stats, TokenLogprob
-from spec_runtime.requests.answer import AnswerForm
-from spec_runtime.serving.errors import ApiError
-from spec_runtime.serving.replies import TokenTexts
-from spec_runtime.serving.responses import store
-from spec_runtime.serving.responses.replies import ResponseReply
-from spec_runtime.serving.responses.requests import ResponsesRequest, messages_of
-from spec_runtime.serving.responses.store import ResponseStore
-from spec_runtime.text.thinking import Tags
+from spec_runtime.dialogue.thinking import Tags
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.serve.errors import ApiError
+from spec_runtime.serve.openai.replies import TokenTexts
+from spec_runtime.serve.responses import store
+from spec_runtime.serve.responses.replies import ResponseReply
+from spec_runtime.serve.responses.requests import ResponsesRequest, messages_of
+from spec_runtime.serve.responses.store import ResponseStore
 
 BODY = {"input": "hello", "max_output_tokens": 20, "temperature": 0}
 TOOLS = [{"type": "function", "name": "look_up", "parameters": PERSON, "strict": True}]

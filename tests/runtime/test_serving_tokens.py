@@ -11,7 +11,7 @@ from served import COMPLETIONS, HELLO, choice_of, post, served, toy_engine
 from toy_backend import CHATML
 from toy_engine import make_engine
 
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
 
 TOKENIZER = BpeTokenizer(ChatTemplate(CHATML, {"eos_token": "<eos>", "pad_token": "<|call|>"}))
 TEXT = 'true <|call|>name" ä\n'

@@ -12,12 +12,12 @@ from served import CHAT, HELLO, MESSAGES, RESPONSES, chunks_of, post, served, st
 from toy_backend import ByteTokenizer
 
 from spec_runtime import GenerationResult, Stats
-from spec_runtime.requests.answer import AnswerForm
-from spec_runtime.serving.anthropic.replies import MessageReply
-from spec_runtime.serving.replies import TokenTexts
-from spec_runtime.serving.responses.replies import ResponseReply
-from spec_runtime.serving.writers import ChatWriter
-from spec_runtime.text.thinking import Tags
+from spec_runtime.dialogue.thinking import Tags
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.serve.anthropic.replies import MessageReply
+from spec_runtime.serve.openai.replies import TokenTexts
+from spec_runtime.serve.openai.writers import ChatWriter
+from spec_runtime.serve.responses.replies import ResponseReply
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")

@@ -14,7 +14,7 @@ from keeping_engine import keeping
 from toy_backend import CHATML
 
 from spec_runtime import AsyncEngine, AsyncSession, Engine, Session
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
 
 SYSTEM = "Answer in one short sentence of plain words, and in French."
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}

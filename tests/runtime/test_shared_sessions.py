@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from onnx_text import model_of
 
-from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
-from spec_runtime.machine import default_threads
+from spec_runtime.files.machine import default_threads
 
 onnx = pytest.importorskip("onnx")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec_runtime.stats import PHASES, Clock, Stats
+from spec_runtime.loop.stats import PHASES, Clock, Stats
 
 
 def test_counts_by_hand() -> None:

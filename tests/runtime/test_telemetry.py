@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 import numpy as np
 import spec_runtime
-from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 x, y = (TensorSpec(name, "float32", ("M",)) for name in "xy")
 backend = CpuBackend(Path(sys.argv[1]), Graph("g.onnx", "stateless", (x,), (y,)), 1, threads=1)

@@ -23,26 +23,22 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import cli
-from spec_runtime.backends import (
-    BACKENDS,
-    Runtime,
-    graph_cache,
-    open_graph,
-    tensorrt_api,
-    tensorrt_kernels,
-)
-from spec_runtime.backends import tensorrt as backend
-from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends import BACKENDS, Runtime, open_graph
+from spec_runtime.backends.cuda import graph_cache
+from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.layout import Layout
 from spec_runtime.backends.shapes import axis_sizes, num_bytes, shape_of
-from spec_runtime.backends.tensorrt import TensorRTBackend
-from spec_runtime.backends.tensorrt_api import TensorRT
-from spec_runtime.backends.tensorrt_kernels import kernels_path
+from spec_runtime.backends.tensorrt import api as tensorrt_api
+from spec_runtime.backends.tensorrt import backend
+from spec_runtime.backends.tensorrt import kernels as tensorrt_kernels
+from spec_runtime.backends.tensorrt.api import TensorRT
+from spec_runtime.backends.tensorrt.backend import TensorRTBackend
+from spec_runtime.backends.tensorrt.kernels import kernels_path
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
-from spec_runtime.kv import open_cache
-from spec_runtime.mapping import from_mapping, to_json
-from spec_runtime.target import ARGMAX
+from spec_runtime.files.mapping import from_mapping, to_json
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.target import ARGMAX
 
 DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
 PROMPTS = ("say abc, 3", "one two. one two. one")
@@ -149,9 +145,9 @@ def test_manifests_without_plans_are_as_before() -> None:
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a float32 bundle for TensorRT, whose plans are a few bytes."""
-    from spec_export import make_bundle
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
     from spec_export.graphs import tensorrt as tensorrt_build
-    from spec_export.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorrt_build, "import_tensorrt", fake.tensorrt)
@@ -616,8 +612,8 @@ def cuda_refusal() -> str:
 @pytest.mark.gpu
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
     """Compares float32 with ONNX Runtime on the CPU; only near ties may part the two."""
-    from spec_export import make_bundle
-    from spec_export.make_bundle import BuildOptions
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
 
     folder = make_bundle.build(
         BuildOptions(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from toy_backend import CHATML, ByteTokenizer
 
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.text.prompt import encode_prompt
-from spec_runtime.text.stream import TextStream
 
 BYTES = ByteTokenizer()
 

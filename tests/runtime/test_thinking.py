@@ -14,12 +14,12 @@ from toy_engine import make_engine
 from spec_runtime import Chunk, Engine, GenerationResult, Stats
 from spec_runtime.cli.options import template_kwargs
 from spec_runtime.cli.terminal import AnswerPrinter
-from spec_runtime.constraints.tools import ToolCall
-from spec_runtime.requests.answer import AnswerForm, form_of
-from spec_runtime.requests.call_reader import joined
-from spec_runtime.requests.result import Piece
-from spec_runtime.text.chat_template import ChatTemplate
-from spec_runtime.text.thinking import HARMONY, Tags, ThinkingReader, open_reader, tags_of
+from spec_runtime.dialogue.call_reader import joined
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.thinking import HARMONY, Tags, ThinkingReader, open_reader, tags_of
+from spec_runtime.dialogue.tools import ToolCall
+from spec_runtime.loop.answer import AnswerForm, form_of
+from spec_runtime.loop.result import Piece
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")
@@ -371,7 +371,7 @@ def test_unread_variables_are_refused_by_name(client: Any) -> None:
 
 
 def test_an_effort_is_read_by_templates_that_have_it() -> None:
-    from spec_runtime.serving.schemas import ChatRequest
+    from spec_runtime.serve.openai.schemas import ChatRequest
 
     body = ChatRequest(messages=HELLO, reasoning_effort="low")  # type: ignore[arg-type]
     assert body.template_kwargs(ChatTemplate(EFFORT)) == {"reasoning_effort": "low"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_runtime import machine as threads
+from spec_runtime.files import machine as threads
 
 
 def write(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from toy_bundle import write_bundle
 
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.constraints.formats import Grammar
+from spec_runtime.grammar.formats import Grammar
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.tokenizer import Tokenizer
 

@@ -13,10 +13,10 @@ import pytest
 from bpe_tokenizer import BpeTokenizer
 from toy_engine import make_engine
 
-from spec_runtime.constraints.base import read
-from spec_runtime.constraints.call_forms import MARKS
-from spec_runtime.constraints.formats import read_format
-from spec_runtime.constraints.tools import (
+from spec_runtime.dialogue.call_forms import MARKS
+from spec_runtime.dialogue.call_reader import CallReader, Part, joined, parse_calls
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.tools import (
     FAMILIES,
     ToolCall,
     answer_or_call,
@@ -26,8 +26,8 @@ from spec_runtime.constraints.tools import (
     format_of_choice,
     strict_calls,
 )
-from spec_runtime.requests.call_reader import CallReader, Part, joined, parse_calls
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.grammar.base import read
+from spec_runtime.grammar.formats import read_format
 from spec_runtime.text.prompt import encode_prompt
 
 WEATHER = ToolCall("get_current_weather", '{"location": "San Francisco, CA"}')

@@ -14,9 +14,9 @@ import pytest
 from page_elements import Elements
 from small import Run, toy_engine
 
-from spec_runtime.step import Step
-from spec_runtime.tracing.page import page
-from spec_runtime.tracing.record import Trace, node_texts, record, whole_path
+from spec_runtime.loop.step import Step
+from spec_runtime.trace.page import page
+from spec_runtime.trace.record import Trace, node_texts, record, whole_path
 from spec_runtime.trees.tree import TokenTree
 
 PROMPT = "abcdabcdabcd"

@@ -22,9 +22,9 @@ from toy_engine import make_engine
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
 from spec_runtime import AsyncEngine, Engine, UserError
-from spec_runtime.constraints.formats import Grammar
-from spec_runtime.constraints.trials import GrammarTrials, TrialLimits
-from spec_runtime.waiting.interruption import Interruption
+from spec_runtime.grammar.formats import Grammar
+from spec_runtime.grammar.trials import GrammarTrials, TrialLimits
+from spec_runtime.interruption import Interruption
 
 # Its compilation takes minutes and gigabytes; those of the limits are never reached below.
 BOMB = {"type": "string", "allOf": [{"pattern": f"(.*a.{{{n}}})"} for n in range(10, 26)]}

@@ -20,18 +20,16 @@ from toy_bundle import write_bundle
 from toy_engine import make_engine, random_prompt
 from tuning import ACCURACY, KEY, convex, opened_anew, stepped
 
-from spec_runtime import cli, profile
+from spec_runtime import cli
 from spec_runtime.bundle import manifest as bundle
 from spec_runtime.engine import Engine
+from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import tune
-from spec_runtime.profile import PLAIN, Candidate, Profile
-from spec_runtime.proposers.adaptive import (
-    LARGEST_TRUST,
-    DraftPauser,
-)
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.pace import profile
+from spec_runtime.pace.adaptive import LARGEST_TRUST, DraftPauser
+from spec_runtime.pace.profile import PLAIN, Candidate, Profile
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget, Grown
 
 pytestmark = pytest.mark.usefixtures("toy_graphs")

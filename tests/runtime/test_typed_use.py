@@ -14,7 +14,7 @@ from typed_async_use import answer_all, first_words
 from typed_use import answer, measure, show
 
 from spec_runtime import AsyncEngine, Engine
-from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.dialogue.chat_template import ChatTemplate
 
 
 def engine_of() -> Engine:

@@ -15,8 +15,8 @@ from small import small_manifest
 from spec_runtime import backends
 from spec_runtime.bundle import memory
 from spec_runtime.bundle.manifest import Bundle, BundleError, Graph, TensorSpec
+from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.errors import UserError
-from spec_runtime.files.onnx_file import read_outline
 
 onnx = pytest.importorskip("onnx")
 

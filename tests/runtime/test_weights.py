@@ -12,12 +12,12 @@ import fake_tensorrt
 import numpy as np
 import pytest
 
-from spec_runtime.backends.copies import StreamCopies
+from spec_runtime.backends.cuda.copies import StreamCopies
+from spec_runtime.backends.cuda.weights import DeviceWeights
 from spec_runtime.backends.layout import ALIGNMENT
 from spec_runtime.backends.session import SessionOptions, Viewer, open_session
-from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle.manifest import Graph, TensorSpec
-from spec_runtime.files.onnx_file import ExternalWeight, read_outline
+from spec_runtime.bundle.onnx_file import ExternalWeight, read_outline
 
 onnx = pytest.importorskip("onnx")
 
@@ -73,7 +73,7 @@ def test_graphs_that_name_the_same_bytes_share_them(
 def test_large_weights_are_sent_in_pieces(
     tmp_path: Path, device: fake.Device, copies: StreamCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spec_runtime.backends.weights.STAGING_BYTES", 1000)
+    monkeypatch.setattr("spec_runtime.backends.cuda.weights.STAGING_BYTES", 1000)
     whole = ("scale", FLOAT, (500, 2), 0, 4000)
     weights = DeviceWeights(write_graph(tmp_path / "a.onnx", whole), "cuda", copies)
     assert np.array_equal(weights.values["scale"].numpy().ravel(), CONTENT)

@@ -9,13 +9,13 @@ from toy_backend import ByteTokenizer, ToyDrafter, ToyTarget
 
 from spec_runtime.bundle.manifest import feature_names
 from spec_runtime.engine import Engine, OpenedDrafter
-from spec_runtime.kv import open_cache
-from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.target import Target
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.lookahead import LookaheadProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 
 DRAFTERS = ("none", "prompt_lookup", "lookahead", "parallelspec")

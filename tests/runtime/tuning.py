@@ -9,7 +9,7 @@ from toy_backend import ToyTarget
 
 import spec_runtime
 from spec_runtime.engine import Engine
-from spec_runtime.profile import Costs, Key
+from spec_runtime.pace.profile import Costs, Key
 
 KEY = Key("0" * 64, "some cpu", 2, "int8", "parallelspec")
 

@@ -9,7 +9,7 @@ import pytest
 from small import toy_engine
 
 import spec_runtime
-from spec_runtime.step import Step
+from spec_runtime.loop.step import Step
 from spec_runtime.trees.tree import TokenTree
 from tools.docs import draw_accepted_tree as draw
 

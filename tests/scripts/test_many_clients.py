@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from spec_export import target
+from spec_export.model import target
 from spec_runtime.errors import UserError
 from tools.docs import render, results
 from tools.measure import many_clients

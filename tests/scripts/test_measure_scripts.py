@@ -20,9 +20,9 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime.errors import UserError
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt
-from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget
 from tools.measure import (
     compare_acceptance,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spec_runtime import Engine, GenerationResult
-from spec_runtime.sessions.async_engine import AsyncEngine
+from spec_runtime.queue.async_engine import AsyncEngine
 from tools.ci import soak, soak_batch
 
 if TYPE_CHECKING:

@@ -45,10 +45,10 @@ import numpy as np
 from spec_runtime import Engine, GenerationResult, load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
+from spec_runtime.loop.target import NEAR_TIE
 from spec_runtime.measure.audit import first_difference, replay
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.sampling import Sampler, SamplingParams
-from spec_runtime.target import NEAR_TIE
 from tools.figures import command_line, manifest_of, run, write
 
 ROOT = Path(__file__).parents[2]

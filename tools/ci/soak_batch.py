@@ -32,9 +32,9 @@ from typing import Any
 import spec_runtime
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
+from spec_runtime.loop.result import GenerationResult
 from spec_runtime.measure.audit import first_difference
-from spec_runtime.requests.result import GenerationResult
-from spec_runtime.sessions.async_engine import AsyncEngine
+from spec_runtime.queue.async_engine import AsyncEngine
 from tools.ci.soak import (
     TEXTS,
     Findings,

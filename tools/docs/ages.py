@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-SERVER = "spec_runtime/serving"  # only figures with these beginnings are about it
+# Only figures with these beginnings are about the server, which lay in the second folder before.
+SERVER = ("spec_runtime/serve", "spec_runtime/serving")
 OF_SERVERS = ("faults", "fuzz", "many-clients", "soak")
 
 
@@ -24,7 +25,7 @@ def commits_since(commit: str, name: str) -> int | None:
         return None
     paths = ["spec_runtime", "spec_export"]
     if not name.startswith(OF_SERVERS):
-        paths.append(f":(exclude){SERVER}")
+        paths += [f":(exclude){folder}" for folder in SERVER]
     command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return int(done.stdout)

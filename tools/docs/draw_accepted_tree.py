@@ -14,10 +14,10 @@ import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.proposers.base import Drafting, Proposer
+from spec_runtime.loop.proposer import Drafting, Proposer
+from spec_runtime.loop.step import Step
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.step import Step
-from spec_runtime.tracing.record import node_texts
+from spec_runtime.trace.record import node_texts
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.drawing import accepted_tree_svg
 from spec_runtime.trees.tree import TokenTree

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.load import LoadOptions
-from spec_runtime.requests.options import Request
+from spec_runtime.loop.options import Request
 from spec_runtime.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 # The file with the TypedDict, its name, and the declaration that it is made from.
 WRITTEN: tuple[tuple[str, str, type], ...] = (
     ("spec_runtime/sampling/params.py", "SamplingOptions", SamplingParams),
-    ("spec_runtime/requests/options.py", "CallOptions", Request),
+    ("spec_runtime/loop/options.py", "CallOptions", Request),
     ("spec_runtime/load.py", "LoadArguments", LoadOptions),
 )
 NAMED = ("drafter", "threads")  # arguments of `load` by themselves, which also go by their place

@@ -175,7 +175,7 @@ def part_environment(site: Path | None, given: Mapping[str, str]) -> dict[str, s
     """Returns the environment of a part's process.
 
     Carried packages (`site`) come first on Python's path, then this checkout, then what the caller
-    had set. CUDA's libraries are found by spec_runtime itself, see backends/cuda_libraries.py.
+    had set. CUDA's libraries are found by spec_runtime itself, see backends/cuda/libraries.py.
     """
     places = [*filter(None, [site]), ROOT, *filter(None, [given.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(map(str, places))}

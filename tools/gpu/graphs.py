@@ -20,8 +20,8 @@ import numpy as np
 from spec_runtime import backends
 from spec_runtime.backends.shapes import is_cache
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.kv import open_cache
-from spec_runtime.target import PREFILL_ROWS
+from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.trees.tree import chain_parents
 
 # By device: the backend that runs there, and the precision of what is made for it here.
@@ -181,8 +181,8 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
     """Makes a Llama of this shape, all of whose layers are one and the same module."""
     import torch
 
-    from spec_export import decoder
-    from spec_export.decoder_config import rotary_tables
+    from spec_export.model import decoder
+    from spec_export.model.config import rotary_tables
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
     generator = torch.Generator().manual_seed(0)
@@ -244,9 +244,10 @@ def write_drafter(
     """Writes a random ParallelSpec drafter for this target, in the slots form and with banks."""
     import torch
 
-    from spec_export import drafters, target
+    from spec_export import drafters
     from spec_export.graphs import banks, slots
     from spec_export.graphs.half import narrow
+    from spec_export.model import target
 
     definition = drafters.load("parallelspec")
     ends = target.ends(backbone)
@@ -260,7 +261,7 @@ def write_drafter(
 
 
 def _write(model: Any, attention: str, path: Path) -> bundles.Graph:
-    from spec_export.bundling.writer import save_graph
+    from spec_export.build.writer import save_graph
 
     graph = save_graph(model, "slots", path.parent, path.name)
     return dataclasses.replace(graph, attention=attention)
@@ -270,10 +271,10 @@ def open_alone(graph: bundles.Graph, folder: Path, capacity: int, device: str) -
     """Opens a graph that belongs to no bundle, as a bundle's backend would open it."""
     path = folder / graph.file
     if device == "cpu":
-        from spec_runtime.backends.cpu import CpuBackend
+        from spec_runtime.backends.cpu.backend import CpuBackend
 
         return CpuBackend(path, graph, capacity)
-    from spec_runtime.backends.cuda import CudaBackend
+    from spec_runtime.backends.cuda.backend import CudaBackend
 
     return CudaBackend(path, graph, capacity, has_cuda_graphs=True)
 
@@ -289,9 +290,11 @@ def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = Fal
     """
     import torch
 
-    from spec_export import drafters, make_bundle, target
-    from spec_export.decoder import Backbone
-    from spec_export.make_bundle import BuildOptions
+    from spec_export import drafters
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
+    from spec_export.model import target
+    from spec_export.model.decoder import Backbone
     from spec_export.training import checkpoint
 
     model = random_target(folder / shape.name, shape)

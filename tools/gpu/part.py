@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime import backends
-from spec_runtime.backends.cuda_libraries import load_libraries
+from spec_runtime.backends.cuda.libraries import load_libraries
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.machine import cpu_model, default_threads, versions
+from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 from tools.gpu import graphs, same, speed, training

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.mapping import from_mapping, parse_json, to_json
+from spec_runtime.files.mapping import from_mapping, parse_json, to_json
 from tools.figures import command_line, write
 from tools.gpu.graphs import Shape, random_backbone
 
@@ -40,11 +40,11 @@ SHAPES = {
 
 def trace(shape: Shape, context: int, folder: Path) -> None:
     """Writes the target's graph for TensorRT, and what the manifest would say of it."""
-    from spec_export.bundling.writer import save_graph
-    from spec_export.decoder import VocabularyTable
+    from spec_export.build.writer import save_graph
     from spec_export.graphs.banks import add_argmax
     from spec_export.graphs.tensorrt import adapt
     from spec_export.graphs.trace import export_backbone
+    from spec_export.model.decoder import VocabularyTable
 
     backbone = random_backbone(dataclasses.replace(shape, num_layers=1), context, "fp16")
     for num_rows in range(1, shape.num_layers):
@@ -62,7 +62,7 @@ def trace(shape: Shape, context: int, folder: Path) -> None:
 def build(folder: Path) -> dict[str, Any]:
     """Builds the plan of what `trace` wrote; returns its size and what building it took."""
     from spec_export.graphs.tensorrt import build_plan, profiles_for
-    from spec_runtime.backends.tensorrt_api import import_tensorrt
+    from spec_runtime.backends.tensorrt.api import import_tensorrt
 
     graph = from_mapping(bundles.Graph, parse_json((folder / "graph.json").read_bytes()), "graph")
     trt = import_tensorrt(["tensorrt_rtx"])

@@ -13,12 +13,12 @@ import numpy as np
 import spec_runtime
 from spec_runtime import backends
 from spec_runtime.backends.shapes import is_cache
-from spec_runtime.backends.tensorrt_api import import_tensorrt
+from spec_runtime.backends.tensorrt.api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.loop.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.proposers.heads import PAIRS
-from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from tools.gpu import graphs
 from tools.gpu.graphs import BACKEND_FOR, Feeder
 from tools.gpu.job import Check, contenders, graphs_of, is_fused, label
@@ -27,7 +27,7 @@ from tools.gpu.report import Findings, LeftOut, TableRow, finite
 # By precision, how far a row may differ, as the largest |difference| over the row's range: rows of
 # logits and log-probabilities first, then features and other hidden rows. At fp32 the bounds are
 # for the worst row, so that TF32 products would show; elsewhere for the mean row, as in
-# spec_export/check.py, because the outliers of a text's first row spoil any rounding.
+# spec_export/check/check.py, because the outliers of a text's first row spoil any rounding.
 TOLERANCES = {
     "fp32": (1e-4, 1e-3),
     "fp16": (0.01, 0.02),

@@ -11,8 +11,8 @@ import numpy as np
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import ATTENTIONS
+from spec_runtime.loop.target import ARGMAX
 from spec_runtime.measure import bench
-from spec_runtime.target import ARGMAX
 from spec_runtime.trees.tree import chain_parents
 from tools.gpu import graphs
 from tools.gpu.graphs import PRECISION_FOR, Feeder, Shape, milliseconds

@@ -20,8 +20,9 @@ import test_quantised_forms as forms
 import tiny_gguf
 from tiny_target import save_llama
 
-from spec_export import make_bundle, target
-from spec_export.make_bundle import BuildOptions
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.model import target
 from spec_runtime.bundle import manifest
 
 PRECISIONS = ("int4", "int8")

@@ -15,11 +15,11 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.machine import default_threads
+from spec_runtime.files.machine import default_threads
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
-from spec_runtime.stats import Stats
 from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
 
 TEMPERATURES = (1.0, 0.7)

@@ -23,9 +23,9 @@ import numpy as np
 
 import spec_runtime
 from spec_runtime.engine import Engine
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import quality, tune
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.stats import Stats
 from tools.figures import (
     asked,
     command_line,

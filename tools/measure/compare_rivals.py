@@ -28,11 +28,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_export import target
+from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import default_threads
 from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.machine import default_threads
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.text.tokenizer import Tokenizer

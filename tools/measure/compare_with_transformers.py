@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import spec_runtime
-from spec_export import target
+from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.measure.audit import first_difference

@@ -17,10 +17,10 @@ from typing import Any
 from spec_runtime import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import write_atomically
+from spec_runtime.loop.stats import Stats, ratio
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.sampling import SamplingOptions
-from spec_runtime.stats import Stats, ratio
 from spec_runtime.trees.budget import Budget
 
 Counts = Counter[str]  # what `counted` gives

@@ -27,7 +27,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from spec_export import target
+from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts

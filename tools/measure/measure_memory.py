@@ -35,7 +35,7 @@ PROMPT = "Explain to a child why the sea has tides, and why some places have hig
 # Runs in a process of its own: bundle, drafter and number of tokens in, sizes in bytes out.
 WORKER = """
 import json, sys
-import spec_runtime, spec_runtime.load, spec_runtime.backends.cpu, tokenizers
+import spec_runtime, spec_runtime.load, spec_runtime.backends.cpu.backend, tokenizers
 
 def size(name):
     with open("/proc/self/status") as lines:

@@ -18,8 +18,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from spec_export import target
-from spec_export.loading import gguf_tokenizer, gguf_vocabulary, pretokenizers
+from spec_export.imports.gguf import pretokenizers
+from spec_export.imports.gguf import tokenizer as gguf_tokenizer
+from spec_export.imports.gguf import vocabulary as gguf_vocabulary
+from spec_export.model import target
 from tools.figures import run
 
 COUNT, LENGTH, FILES = 2000, 600, Path("recipes/smollm2-135m/answers")

@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 
 from spec_runtime.backends.session import ort
-from spec_runtime.machine import default_threads
+from spec_runtime.files.machine import default_threads
 from spec_runtime.trees.tree import tree_shape
 from tools.figures import command_line, markdown, run
 

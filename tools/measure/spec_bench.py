@@ -26,9 +26,9 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.loop.stats import ratio
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
-from spec_runtime.stats import ratio
 from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
 from tools.measure.decoding import Counts, Ledger, counted, figures
 

@@ -30,8 +30,8 @@ import numpy as np
 import spec_runtime
 from spec_runtime.backends.session import ort
 from spec_runtime.errors import UserError
-from spec_runtime.machine import default_threads
-from spec_runtime.target import Target
+from spec_runtime.files.machine import default_threads
+from spec_runtime.loop.target import Target
 from spec_runtime.trees.tree import TokenTree
 from tools.figures import command_line, markdown, parse, run, spread, spread_text, write
 

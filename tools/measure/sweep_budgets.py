@@ -20,9 +20,9 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.machine import default_threads
+from spec_runtime.files.machine import default_threads
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
-from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget, Grown
 from tools.figures import (
     asked,

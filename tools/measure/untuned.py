@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import spec_runtime
-from spec_runtime import profile as profiles
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
+from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import tune
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.stats import Stats
+from spec_runtime.pace import profile as profiles
 from tools.figures import (
     asked,
     command_line,

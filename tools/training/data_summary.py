@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_export import target
+from spec_export.model import target
 from spec_export.training import data
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, sha256

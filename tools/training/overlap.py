@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_export import target
+from spec_export.model import target
 from spec_export.training import data
 from spec_runtime.files.writing import require_writable, write_atomically
 from tools.figures import command_line, markdown, run, write

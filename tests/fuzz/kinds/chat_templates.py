@@ -212,7 +212,7 @@ def cases() -> SearchStrategy[Any]:
 
 
 def open_kind(folder: Path) -> Run:
-    from spec_runtime.text.chat_template import ChatTemplate
+    from spec_runtime.dialogue.chat_template import ChatTemplate
 
     os.environ["FUZZ_CANARY"] = CANARY
 

@@ -34,7 +34,7 @@ def open_kind(folder: Path) -> Run:
     from tiny_target import save_llama
 
     from kinds.checkpoints import _with_header
-    from spec_export.foreign import importer
+    from spec_export.imports.drafters import importer
     from spec_export.training.checkpoint import load_drafter
 
     torch.set_num_threads(1)

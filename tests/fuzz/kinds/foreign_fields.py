@@ -59,7 +59,7 @@ def _typed_dicts(annotation: Any) -> Iterator[Any]:
 
 def _cases(sources: tuple[str, ...], files: tuple[str, ...]) -> SearchStrategy[Any]:
     """Draws changes of fields of JSON files, or of the headers of the weights."""
-    from spec_export.loading import foreign_json
+    from spec_export.model import foreign_json
 
     kinds = {
         "config.json": foreign_json.CONFIG,
@@ -127,8 +127,8 @@ def _open(folder: Path, *, is_target: bool) -> Run:
     import torch
     import transformers
 
-    from spec_export import target
-    from spec_export.foreign import importer
+    from spec_export.imports.drafters import importer
+    from spec_export.model import target
     from spec_export.training.checkpoint import load_drafter
 
     torch.set_num_threads(1)

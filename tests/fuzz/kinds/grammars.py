@@ -15,8 +15,8 @@ from cases import Kind, Wrong, refusing
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from spec_runtime.constraints.formats import read_format
-from spec_runtime.constraints.trials import TrialLimits
+from spec_runtime.grammar.formats import read_format
+from spec_runtime.grammar.trials import TrialLimits
 
 LIMITS = TrialLimits(seconds=1.0, megabytes=64)
 ATOMS = ("a", ".", "[^a]", r"\w", "(a|b)", "(a|aa)", "é", r"\p{L}", "(?i:k)", "", "^", "$", "\\")

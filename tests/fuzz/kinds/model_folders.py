@@ -67,7 +67,7 @@ def open_kind(folder: Path) -> Run:
     from tiny_target import save_llama
 
     from kinds.checkpoints import _with_header
-    from spec_export import target
+    from spec_export.model import target
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -88,8 +88,8 @@ def cases() -> SearchStrategy[Any]:
 
 
 def open_kind(folder: Path) -> Run:
-    from spec_export import make_bundle
-    from spec_export.make_bundle import BuildOptions
+    from spec_export.build import make_bundle
+    from spec_export.build.make_bundle import BuildOptions
 
     room = folder / "room"
     room.mkdir(parents=True)

@@ -26,8 +26,8 @@ def open_kind(folder: Path) -> Run:
     import tiny_bundle
 
     import spec_runtime
-    from spec_runtime import profile
     from spec_runtime.bundle import manifest as bundles
+    from spec_runtime.pace import profile
     from spec_runtime.trees.budget import Budget, Grown, Static
 
     logging.getLogger("spec_runtime").setLevel(logging.ERROR)

@@ -143,7 +143,7 @@ def open_kind(folder: Path) -> Run:
     from tiny_bundle import Copy
 
     import spec_runtime
-    from spec_runtime.text.stream import TextStream
+    from spec_runtime.dialogue.stream import TextStream
 
     copy = Copy(folder)
     file = copy.folder / "tokenizer.json"

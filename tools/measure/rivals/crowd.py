@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.loop.stats import ratio
 from spec_runtime.measure.audit import first_difference
-from spec_runtime.stats import ratio
 from tools.figures import markdown, spread, spread_text
 from tools.measure.rivals import field
 from tools.measure.rivals.environments import RivalError

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spec_export import target
 from spec_export.distill.engines import save_dequantized, write_gguf
+from spec_export.model import target
 from tools.measure.rivals.environments import GENAI, OPENVINO, OPTIMUM, RivalError, run
 
 

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spec_runtime.loop.stats import ratio
 from spec_runtime.measure.audit import first_difference
-from spec_runtime.stats import ratio
 from tools.figures import markdown, spread, spread_text
 from tools.measure.rivals.field import PLAIN, Contender
 from tools.measure.rivals.race import Row

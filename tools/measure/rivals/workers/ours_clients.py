@@ -6,7 +6,7 @@ import protocol
 from ours_worker import load
 
 from spec_runtime.measure import provenance
-from spec_runtime.sessions.async_engine import AsyncEngine
+from spec_runtime.queue.async_engine import AsyncEngine
 
 
 def open_engine(settings):

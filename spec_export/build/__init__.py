@@ -1,0 +1,1 @@
+"""Builds a bundle: options, drafters, graphs, plans, manifest."""

@@ -1,0 +1,1 @@
+"""Compares graphs with transformers, and measures how often drafters guess right."""

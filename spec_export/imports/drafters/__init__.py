@@ -1,0 +1,2 @@
+"""Reads drafters that other libraries have trained, measures whether they were read rightly, and
+writes ours in their forms."""

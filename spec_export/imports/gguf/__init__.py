@@ -1,0 +1,1 @@
+"""Reads GGUF files: header, config, vocabulary and weights."""

@@ -1,0 +1,1 @@
+"""Holds the target: its family, config, layers and weights, and the files that they come from."""

@@ -1,0 +1,1 @@
+"""Runs graphs by ONNX Runtime on the CPU."""

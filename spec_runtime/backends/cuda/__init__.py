@@ -1,0 +1,1 @@
+"""Runs graphs by ONNX Runtime on CUDA; holds what TensorRT needs of CUDA, too."""

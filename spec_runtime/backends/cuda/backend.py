@@ -1,0 +1,142 @@
+"""Opens a graph with ONNX Runtime on CUDA, with all buffers on the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
+from spec_runtime.backends.cuda.captures import free_later
+from spec_runtime.backends.cuda.copies import open_copies
+from spec_runtime.backends.cuda.device_runs import DeviceRuns
+from spec_runtime.backends.cuda.weights import DeviceWeights
+from spec_runtime.backends.session import (
+    Lender,
+    OrtBackend,
+    SessionOptions,
+    as_lender,
+    open_buffers,
+    open_session,
+    prepare,
+)
+from spec_runtime.backends.shapes import KV
+from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.errors import UserError
+from spec_runtime.files.machine import default_threads
+
+
+class CudaBackend(OrtBackend, DeviceBackend):
+    """One session on CUDA with its KV buffers and banks, see OrtBackend.
+
+    `has_cuda_graphs` captures repeated shapes as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        graph: Graph,
+        capacity: int,
+        threads: int | None = None,
+        share: Lender | None = None,
+        banks: Lender | None = None,
+        has_cuda_graphs: bool = False,
+    ) -> None:
+        prepare("cuda")
+        self.form, self.capacity = graph.form, capacity
+        partner = share if banks is None else banks
+        self.copies = open_copies() if partner is None else partner.copies
+        self._weights = DeviceWeights(path, "cuda", self.copies)
+        options = SessionOptions(
+            threads or default_threads(),
+            "cuda",
+            has_cuda_graphs,
+            self.copies.settings,
+            self._weights.values,
+        )
+        session = open_session(path, graph, options)
+        self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
+        self._names = {spec.name for spec in graph.outputs}
+        self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
+        # Copies and runs on the way must end before the memory goes.
+        weakref.finalize(self, free_later, self._runs.close).atexit = False
+
+    @property
+    def bytes_to_host(self) -> int:
+        return self._runs.bytes_to_host
+
+    def has_output(self, name: str) -> bool:
+        return name in self._names
+
+    def borrow(self, buffers: Mapping[str, Any]) -> None:
+        """See OrtBackend.borrow."""
+        self.buffers = self._runs.buffers = buffers
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """See Backend.run."""
+        return self._runs.run(feeds, outputs, ())[0]
+
+    def run_keeping(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
+        """See DeviceBackend.run_keeping."""
+        return self._runs.run(feeds, outputs, kept)
+
+
+def open_graph(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Backend | None,
+    banks: Backend | None,
+) -> CudaBackend:
+    """Opens a graph on CUDA, see backends.open_graph.
+
+    Raises UserError for a bundle that was not built for CUDA.
+    """
+    lenders = (None if each is None else as_lender(each) for each in (share, banks))
+    return _open(bundle, graph, capacity, runtime, *lenders)
+
+
+def open_lanes(
+    bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, lanes: Lender
+) -> CudaBackend:
+    """Opens a graph for several lanes, on the buffers of these."""
+    return _open(bundle, graph, capacity, runtime, lanes, lanes)
+
+
+def _open(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Lender | None,
+    banks: Lender | None,
+) -> CudaBackend:
+    require_known_graph(bundle, graph)
+    _require_cuda_kernels(bundle.manifest.target.precision, graph)
+    path, threads = bundle.path / graph.file, runtime.num_threads
+    return CudaBackend(path, graph, capacity, threads, share, banks, runtime.has_cuda_graphs)
+
+
+def _require_cuda_kernels(precision: str, graph: Graph) -> None:
+    """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
+    types = {spec.dtype for spec in graph.inputs if spec.name.startswith(KV)}
+    if precision in ("int8", "int4"):
+        got, expected = f"an {precision} bundle", "fp16, bf16 or fp32"
+    elif graph.form == "contiguous":
+        got, expected = f"{graph.file} in the contiguous form", "the slots form"
+    elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:
+        # CUDA's GroupQueryAttention takes only half precision.
+        got, expected = f"{graph.file} in float32 with attention bias", "full_buffer"
+    else:
+        return
+    raise UserError(
+        f"got {got} with backend cuda, expected {expected}: build the bundle again with "
+        "spec-export build --device cuda"
+    )

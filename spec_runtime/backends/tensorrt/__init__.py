@@ -1,0 +1,1 @@
+"""Runs the plans that TensorRT made of graphs."""

@@ -1,0 +1,100 @@
+"""Makes TensorRT's execution contexts, one for each set of shapes, and runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spec_runtime.backends.cuda.api import Cuda
+from spec_runtime.backends.cuda.graph_cache import GraphRun
+from spec_runtime.backends.layout import Layout, PackedFeeds
+from spec_runtime.backends.tensorrt.api import TensorRT
+from spec_runtime.backends.tensorrt.kernels import KernelStore, kernels_path
+from spec_runtime.bundle.manifest import Plan
+
+
+class ContextMaker:
+    """Makes execution contexts of one engine, whose memory the caller provides.
+
+    TensorRT-RTX compiles kernels for a GPU and for shapes at run time. By default it does so during
+    the runs, with general kernels until it is done, and a CUDA graph captured meanwhile would keep
+    those. Here it compiles before a context's first run, and what it compiled is kept in a file.
+    TensorRT proper has all kernels in the plan.
+    """
+
+    def __init__(self, engine: Any, trt: TensorRT, plan: Plan, cuda: Cuda) -> None:
+        self._engine, self._trt = engine, trt
+        self._kernels: KernelStore | None = None
+        if trt.flavour == "tensorrt_rtx":
+            self._open_config(plan, cuda)
+
+    def make(self) -> Any:
+        """Returns a new execution context without memory, profile, shapes or addresses."""
+        if self._kernels is None:
+            strategy = self._trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
+            context = self._engine.create_execution_context(strategy)
+        else:
+            context = self._engine.create_execution_context(runtime_config=self._config)
+        if context is None:
+            raise RuntimeError(f"TensorRT makes no execution context: {self._trt.reason}")
+        return context
+
+    def save(self) -> None:
+        """Keeps the kernels that were compiled so far for the next process."""
+        if self._kernels is not None:
+            self._kernels.save()
+
+    def _open_config(self, plan: Plan, cuda: Cuda) -> None:
+        module, config = self._trt.module, self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(
+            module.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        config.dynamic_shapes_kernel_specialization_strategy = (
+            module.DynamicShapesKernelSpecializationStrategy.EAGER
+        )
+        # We capture runs ourselves, and one capture cannot hold another.
+        config.cuda_graph_strategy = module.CudaGraphStrategy.DISABLED
+        cache = config.create_runtime_cache()
+        self._kernels = KernelStore(cache, self._trt, kernels_path(plan, cuda.gpu_name))
+        if not config.set_runtime_cache(cache):
+            raise RuntimeError(f"TensorRT takes no runtime cache: {self._trt.reason}")
+        self._config = config
+
+
+class ShapedContext(GraphRun):
+    """One execution context, set up for one profile and one set of shapes.
+
+    It is never changed again: a CUDA graph is valid only as long as the context that it was
+    captured from stays as it was. `feeds` are in pinned memory, `results` says where the outputs
+    lie in the results' memory.
+    """
+
+    def __init__(
+        self, context: Any, trt: TensorRT, cuda: Cuda, feeds: PackedFeeds, results: Layout
+    ) -> None:
+        self.feeds, self.results = feeds, results
+        self._context, self._trt, self._cuda = context, trt, cuda
+        self._executable: Any = None
+
+    def enqueue(self) -> None:
+        """See GraphRun.enqueue. The first run also finishes TensorRT's own preparations."""
+        self._execute()
+        if not self.has_run and self._trt.flavour == "tensorrt_rtx":  # TensorRT has no such method
+            self.may_capture = bool(self._context.is_stream_capturable(self._cuda.stream))
+
+    def capture(self) -> None:
+        """See GraphRun.capture."""
+        self._executable = self._cuda.capture(self._execute)
+        self.replay()
+
+    def replay(self) -> None:
+        """See GraphRun.replay."""
+        self._cuda.launch(self._executable)
+
+    def close(self) -> None:
+        """See GraphRun.close. CUDA itself waits for a graph's last launch."""
+        if self._executable is not None:
+            self._cuda.destroy(self._executable)
+
+    def _execute(self) -> None:
+        if not self._context.execute_async_v3(self._cuda.stream):
+            raise RuntimeError(f"TensorRT does not run: {self._trt.reason}")

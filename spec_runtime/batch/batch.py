@@ -1,0 +1,297 @@
+"""Answers several calls at a time: each on a lane, and one pass of the target for all lanes.
+
+What a call gets does not depend on who shares its passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from spec_runtime.backends import run_each
+from spec_runtime.batch.answering import Observe
+from spec_runtime.batch.lane import Lane
+from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
+from spec_runtime.loop.call import Call
+from spec_runtime.loop.result import Chunk
+from spec_runtime.loop.target import PREFILL_ROWS, Asked, verify_together
+from spec_runtime.pace.row_budget import RowBudget
+
+MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
+MIN_CHUNK = 8  # rows of prompts in a pass, however slow that is
+MIN_SHARE = 3  # of each, so that it is never read by rows one at a time
+CHUNK_WEIGHT = 1 / 8  # of the newest chunk in what a prompt's row takes
+MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks ride along
+
+Owner = Any
+MayGoOn = Callable[[Owner], bool]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Says what one pass of the target carried: rows of so many lanes, of which the drafted nodes
+    and the prompts' tokens, and how many nodes were drafted in all."""
+
+    lanes: int
+    rows: int
+    granted: int
+    drafted: int
+    prompt_rows: int
+    seconds: float
+
+
+class Batch:
+    """Decodes up to `parallel` calls together, a pass for all of them.
+
+    Lanes are opened when first used. Prompts are read in chunks that ride along with what others
+    decode, as many rows as a pass of `max_gap` seconds has room for; the prompt that came first
+    gets half of them. Where several decode, a RowBudget hands out the rows of their trees. One
+    thread uses it at a time.
+
+    Raises UserError for less than one lane, or for several if the engine was not loaded from a
+    bundle.
+    """
+
+    def __init__(self, engine: Engine, parallel: int = 1, max_gap: float = MAX_GAP) -> None:
+        if parallel < 1:
+            raise UserError(f"got parallel {parallel}, expected 1 or more", param="parallel")
+        if parallel > 1:
+            engine.share_rows()
+        self._engine, self._max_gap = engine, max_gap
+        self._passes = engine.passes if parallel > 1 else None
+        self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
+        self._order: list[Lane] = []  # those that answer, the one that began first comes first
+        self._budget = RowBudget()
+        self._row_seconds = 0.005  # of a prompt's row, until it is known
+        self._cycle_begun = 0.0
+        self.on_pass: Callable[[Pass], None] = lambda ran: None
+        self.has_gone_on = False
+        self.is_wanted = True  # until nobody will begin a call any more
+
+    @property
+    def parallel(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def num_active(self) -> int:
+        """Counts the lanes that answer a call."""
+        return len(self._order)
+
+    def open_passes(self) -> None:
+        """Opens the graphs of shared passes, from any thread, so that no call waits for that. What
+        goes wrong is left to the pass that needs them. Ends early once `is_wanted` is false."""
+        if self._passes is not None:
+            with suppress(Exception):
+                for most in range(2, self.parallel + 1):
+                    if self.is_wanted:
+                        self._passes.open(self._engine.target.lend()[0], most)
+
+    def lane_for(self, call: Call) -> Lane | None:
+        """Returns the free lane that has most of the prompt's rows, or None where the call has to
+        wait: for a lane, or for another to read the same prompt, whose rows it can then copy."""
+        free = [lane for lane in self._lanes if lane.is_free]
+        if not free or any(_share(lane, call) for lane in self._order):
+            return None
+        untaken = [lane for lane in free if not lane.is_taken]
+        if untaken or self._order:
+            free = untaken
+        return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
+
+    def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
+        """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
+        lane.begin(owner, call, observe, self._budget.new_gain(1 + len(self._order)))
+        self._order.append(lane)
+
+    def turn(
+        self, may_go_on: MayGoOn = lambda owner: True
+    ) -> Generator[tuple[Owner, Chunk | Exception], None, None]:
+        """Takes all calls on to their next pass, and runs it; yields what comes of them, each with
+        its call's owner.
+
+        Calls that may not go on wait, and so do those that come to a pass later. An error ends its
+        own call only, or all that share a pass that fails. `has_gone_on` says whether any went on.
+        """
+        going = [lane for lane in self._order if may_go_on(lane.owner)]
+        self.has_gone_on = bool(going)
+        self._share_out(going)
+        num_tokens = 0
+        waits = {lane for lane in going if lane.gate and lane.gate.asked and not lane.gate.verified}
+        for lane, found in self._advance([lane for lane in going if lane not in waits]):
+            num_tokens += len(found.token_ids) if isinstance(found, Chunk) else 0
+            yield lane.owner, found
+        self._order = [lane for lane in self._order if not lane.is_free]
+        asking = [lane for lane in going if not lane.is_free and lane.gate and lane.gate.asked]
+        now = time.perf_counter()
+        if self._cycle_begun:
+            self._budget.add_cycle(num_tokens, now - self._cycle_begun)
+        self._cycle_begun = now if len(asking) > 1 else 0.0
+        most = 1 if self._passes is None else self._passes.max_lanes
+        num_groups = -(-len(asking) // most)
+        for group in range(num_groups):
+            lanes = asking[group::num_groups]
+            try:
+                self._run(lanes)
+            except Exception as error:
+                for lane in lanes:
+                    lane.close()
+                    self._order.remove(lane)
+                    yield lane.owner, error
+
+    def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]:
+        """Yields the chunks of prepared calls as they come, each with its call's number.
+
+        Calls begin in their order as lanes become free. A call whose interruption ends it gives a
+        result too. Closing the iterator ends all calls; an error of one is raised, and ends them.
+        """
+        waiting = deque(enumerate(calls))
+        try:
+            while waiting or self._order:
+                while waiting and (lane := self.lane_for(waiting[0][1])) is not None:
+                    self.begin(lane, *waiting.popleft())
+                with closing(self.turn()) as found:
+                    for number, chunk in found:
+                        if isinstance(chunk, Exception):
+                            raise chunk
+                        yield number, chunk
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for lane in self._order:
+            lane.close()
+        self._order = []
+
+    def _share_out(self, lanes: Sequence[Lane]) -> None:
+        """Sets how many rows each lane may ask of the next pass."""
+        if len(lanes) == 1:
+            lanes[0].limit(PREFILL_ROWS, PREFILL_ROWS)
+            return
+        most = self._budget.most_rows(max(1, len(lanes)))
+        reading = [lane for lane in lanes if lane.is_reading and lane.num_unread > 0]
+        left = PREFILL_ROWS
+        if len(reading) < len(lanes):  # others decode
+            line = self._budget.line(len(lanes))
+            room = self._max_gap - float(line.seconds(len(lanes)))
+            left = max(MIN_CHUNK, min(PREFILL_ROWS, int(room / self._row_seconds)))
+        shares = _shares(left, [lane.num_unread for lane in reading])
+        for lane in lanes:
+            lane.limit(1 if lane.gain.is_resting else most, 1)
+        for lane, share in zip(reading, shares, strict=True):
+            lane.limit(most, share)
+
+    def _advance(self, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Chunk | Exception]]:
+        """Takes lanes to their next pass, and the budget with them; yields what comes of it."""
+        judged = [
+            (lane, lane.gate.asked.tree)
+            for lane in lanes
+            if lane.gate and lane.gate.asked and not lane.is_reading
+        ]
+        moving = lanes
+        for lane in lanes:
+            lane.seconds = 0.0
+        while moving:
+            for lane in moving:
+                try:
+                    for chunk in lane.advance():
+                        yield lane, chunk
+                except Exception as error:
+                    lane.close()
+                    yield lane, error
+            moving = [lane for lane in moving if lane.gate and lane.gate.drafting]
+            try:
+                self._run_drafts(moving)
+            except Exception as error:
+                for lane in moving:
+                    lane.close()
+                    yield lane, error
+                moving = []
+        num_lanes = len(self._order)
+        for lane, before in judged:
+            self._budget.add_step(before, lane.num_accepted)
+            if lane.gate and lane.gate.asked and num_lanes > 1:
+                self._budget.add_host(lane.seconds, lane.gate.asked.tree.num_nodes > 1)
+                num_nodes = before.num_nodes - 1
+                self._budget.judge(lane.gain, num_lanes, num_nodes, lane.num_accepted)
+
+    def _run_drafts(self, lanes: Sequence[Lane]) -> None:
+        """Runs what these lanes' drafters wait for."""
+        begin = time.perf_counter()
+        runs = [lane.gate.drafting for lane in lanes if lane.gate and lane.gate.drafting]
+        (run_each if self._passes is None else self._passes.run_drafts)(runs)
+        for lane in lanes:
+            lane.seconds += (time.perf_counter() - begin) / len(lanes)
+
+    def _run(self, lanes: Sequence[Lane]) -> None:
+        """Runs one pass for these lanes, over as many nodes of their trees as pay."""
+        gates = [lane.gate for lane in lanes if lane.gate is not None]
+        asked = [gate.asked for gate in gates if gate.asked is not None]
+        sizes_by_lane = [each.tree.num_nodes for each in asked]
+        prompt_rows = sum(
+            n for n, lane in zip(sizes_by_lane, lanes, strict=True) if lane.is_reading
+        )
+        num_decoding = sum(not lane.is_reading for lane in lanes)
+        drafted = sum(sizes_by_lane) - prompt_rows - num_decoding
+        if len(lanes) > 1:
+            cut = [k for k, lane in enumerate(lanes) if lane.cuts_trees and _has_odds(asked[k])]
+            whole = sum(each.tree.num_nodes for k, each in enumerate(asked) if k not in cut)
+            read = prompt_rows * self._row_seconds
+            trees = [asked[k].tree for k in cut]
+            sizes = self._budget.sizes(trees, len(lanes), whole - prompt_rows, read)
+            for k, size in zip(cut, sizes, strict=True):
+                gates[k].asked = asked[k] = asked[k]._replace(tree=asked[k].tree.first(size))
+        begin = time.perf_counter()
+        targets = [lane.engine.target for lane in lanes]
+        found = verify_together(self._passes, targets, asked)
+        seconds = time.perf_counter() - begin
+        for gate, verified in zip(gates, found, strict=True):
+            gate.verified = verified
+        rows = sum(each.tree.num_nodes for each in asked)
+        if not prompt_rows:
+            self._budget.add(len(lanes), rows, seconds)
+        else:
+            of_trees = float(self._budget.line(len(lanes)).seconds(rows - prompt_rows))
+            row_seconds = max(1e-5, (seconds - of_trees) / prompt_rows)
+            self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
+        granted = rows - prompt_rows - num_decoding
+        self.on_pass(Pass(len(lanes), rows, granted, drafted, prompt_rows, seconds))
+
+
+def _has_odds(asked: Asked) -> bool:
+    """Says whether a tree has probabilities, and nothing but drafted nodes."""
+    return not asked.last_only and asked.tree.log_prob_N is not None
+
+
+def _share(lane: Lane, call: Call) -> bool:
+    """Says whether the lane reads a prompt that begins as the first half of this call's does, whose
+    rows the call may copy."""
+    length = max(MIN_SHARED, len(call.prompt) // 2)
+    reads = lane.call.prompt if lane.is_reading and lane.call is not None else []
+    is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
+    return is_alike and lane.engine.may_reuse(call)
+
+
+def _least(num_common: int) -> int:
+    """Returns 0 for so few rows that they decide nothing."""
+    return num_common if num_common >= MIN_SHARED else 0
+
+
+def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
+    """Divides the rows of a pass among prompts: half to the first, the rest in equal parts, and
+    what one does not want to those after it; each gets at least MIN_SHARE.
+
+    >>> _shares(64, [20, 100, 100])
+    [20, 22, 22]
+    """
+    shares = []
+    for i, most in enumerate(wanted):
+        num_left = len(wanted) - i
+        part = rows // 2 if i == 0 and num_left > 1 else rows // num_left
+        shares.append(max(MIN_SHARE, min(part, most)))
+        rows = max(0, rows - shares[-1])
+    return shares

@@ -1,1 +1,0 @@
-"""Knows which conversations' KV rows are there, and keeps copies of earlier ones."""

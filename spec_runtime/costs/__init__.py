@@ -1,1 +1,0 @@
-"""Knows what passes and drafts cost on this machine, and which trees pay at these costs."""

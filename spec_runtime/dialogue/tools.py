@@ -1,0 +1,206 @@
+"""Reads the tool calls in an answer, and forces an answer to be one.
+
+Each family of models writes calls in its own way:
+
+- llama3 (Llama 3.1 to 3.3): `{"name": "f", "parameters": {…}}`, several separated by ";";
+- mistral: `[TOOL_CALLS][{"name": "f", "arguments": {…}}]`, or newer `[TOOL_CALLS]f[ARGS]{…}`;
+- hermes (Qwen, Hermes, SmolLM3): `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`;
+- harmony (gpt-oss): a message to a function; a forced one is `{"name": "f", "arguments": {…}}`;
+- phi (Phi-4): `<|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>`, `functools[…]`;
+- smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
+
+An answer is forced to the form of its family. In a free answer calls are read in every form: those
+above, bare JSON, and those of call_forms.py. Anything but a whole, valid call stays text: a broken
+answer is no error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from spec_runtime.dialogue.call_forms import NAME, before_arguments
+from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief, parse_json
+
+
+class ToolCall(NamedTuple):
+    """A call of one tool: its name, and its arguments as a JSON object."""
+
+    name: str
+    arguments_json: str
+
+
+_OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
+FAMILIES = ("llama3", "mistral", "hermes", "harmony", "phi", "smollm")
+# What a family's chat template is known by.
+_MARKS = (
+    (("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "mistral"),
+    (("<|channel|>commentary",), "harmony"),
+    (("<|tool_call|>", "<|tool|>", "functools"), "phi"),
+    (("<|python_tag|>", '"parameters": dictionary of argument name'), "llama3"),
+)
+
+
+def family_of(chat_template: str | None) -> str:
+    """Returns the family whose calls a model of this chat template writes.
+
+    A template without tools is smollm's: its prompts are written by tool_prompts.py.
+    """
+    source = chat_template or ""
+    if re.search(r"\btools\b", source) is None:
+        return "smollm"
+    for marks, family in _MARKS:
+        if any(mark in source for mark in marks):
+            return family
+    return "hermes"
+
+
+def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, Any]:
+    """Returns the `response_format` of an answer that is one call of one of these tools, or of the
+    tool `name`. Raises UserError for tools that are not in OpenAI's form and for an unknown name.
+    """
+    functions = [tool["function"] for tool in checked_tools(tools)]
+    if name is not None:
+        known = [function["name"] for function in functions]
+        if name not in known:
+            raise UserError(
+                f"got tool {name!r:.80}, expected one of {brief(', '.join(known))}",
+                param="tool_choice",
+            )
+        functions = [function for function in functions if function["name"] == name]
+    if not functions:
+        raise UserError(
+            "got no tools, expected at least one for an answer that calls one", param="tools"
+        )
+    require_family(family)
+    key = "parameters" if family == "llama3" else "arguments"
+    definitions: dict[str, Any] = {}
+    calls = [_call_schema(function, key, definitions) for function in functions]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    begin, end = "", ""
+    if family in ("mistral", "phi", "smollm"):
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+    if family == "smollm":
+        begin, end = _OPENING_TAG, _CLOSING_TAG
+    elif family == "hermes":
+        begin, end = f"{_OPENING_TAG}\n", f"\n{_CLOSING_TAG}"
+    schema["$defs"] = definitions
+    return {"type": "tagged_json", "begin": begin, "schema": schema, "end": end}
+
+
+def answer_or_call(response_format: Any, tools: Any, family: str) -> dict[str, Any]:
+    """Returns the `response_format` of an answer that fits this one, or is one call of one of these
+    tools. Raises UserError as `forced_call` does; a format of kind ebnf, or free text, is refused
+    once it is read."""
+    return {"type": "any_of", "formats": [response_format, forced_call(tools, family)]}
+
+
+def strict_calls(tools: Any) -> dict[str, Any] | None:
+    """Returns the `response_format` of a free text in which the arguments of each call of a
+    `strict` tool fit its parameters, None if no tool is strict. It holds for arguments that are
+    JSON and follow the name. Raises UserError for tools that are not in OpenAI's form."""
+    functions = [tool["function"] for tool in checked_tools(tools)]
+    triggers = [
+        {"regex": before_arguments(each["name"]), "schema": _parameters(each)}
+        for each in functions
+        if each.get("strict") is True
+    ]
+    return {"type": "triggered_json", "triggers": triggers} if triggers else None
+
+
+def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any] | None:
+    """Returns the `response_format` that OpenAI's `tool_choice` asks for: None, "none" and "auto"
+    leave the answer free (None), "required" and {"type": "function", "function": {"name": …}}
+    force one call. Raises UserError for another choice, see also `forced_call`."""
+    if tool_choice in (None, "none", "auto"):
+        return None
+    if tool_choice == "required":
+        return forced_call(tools, family)
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f"got tool_choice {brief(repr(tool_choice), 80)}, expected none, auto, required, or a "
+            "function with its name",
+            param="tool_choice",
+        )
+    return forced_call(tools, family, function["name"])
+
+
+def checked_tools(tools: Any) -> list[dict[str, Any]]:
+    """Returns tools in OpenAI's form as plain dictionaries; raises UserError for others."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise UserError(
+            f"got tools {brief(repr(tools), 80)}, expected a list of functions", param="tools"
+        )
+    return [_checked_tool(tool) for tool in tools]
+
+
+def _checked_tool(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    is_tool = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+    if not is_tool or not isinstance(name, str) or not NAME.fullmatch(name):
+        raise UserError(
+            f"got tool {brief(repr(tool), 80)}, expected type 'function' and a function with a "
+            "name of letters, digits, '_', '.' and '-'",
+            param="tools",
+        )
+    assert isinstance(function, Mapping)
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise UserError(
+            f"got parameters {brief(repr(parameters), 80)} of tool {name}, expected a JSON schema",
+            param="tools",
+        )
+    try:
+        copied: dict[str, Any] = parse_json(json.dumps({"type": "function", "function": function}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"got tool {name} that cannot be written as JSON ({brief(error, 80)}), expected "
+            "objects, arrays, strings, numbers, booleans and null",
+            param="tools",
+        ) from None
+    return copied
+
+
+def _call_schema(
+    function: Mapping[str, Any], key: str, definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the JSON schema of a call of one function; adds that of its arguments to
+    `definitions` by the function's name, so that what refers to a part of it finds that there."""
+    name = function["name"]
+    definitions[name] = _with_references(_parameters(function), name)
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    """Returns the JSON schema of a function's arguments."""
+    return function.get("parameters") or {"type": "object", "properties": {}}
+
+
+def _with_references(schema: Any, name: str) -> Any:
+    """Returns a schema whose references start at its place among the definitions: "#" becomes
+    "#/$defs/name", and "#/properties/x" becomes "#/$defs/name/properties/x"."""
+    if isinstance(schema, list):
+        return [_with_references(each, name) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: _with_references(value, name) for key, value in schema.items()}
+    reference = changed.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        changed["$ref"] = f"#/$defs/{name}{reference[1:]}"
+    return changed
+
+
+def require_family(family: str) -> None:
+    """Raises UserError for a family that is not known."""
+    if family not in FAMILIES:
+        raise UserError(f"got tool family {family!r:.60}, expected one of {', '.join(FAMILIES)}")

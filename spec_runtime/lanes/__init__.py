@@ -1,1 +1,0 @@
-"""Decodes several conversations together: a lane for each, and passes that all share."""

@@ -1,0 +1,1 @@
+"""Answers one request: draft, verify, accept, commit; its options, its rows and its result."""

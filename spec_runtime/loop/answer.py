@@ -1,0 +1,131 @@
+"""Reads an answer: its thinking, its text, and the calls of tools in it, whole or as it comes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from spec_runtime.dialogue.call_reader import CallReader, Part, joined
+from spec_runtime.dialogue.messages import Tools
+from spec_runtime.dialogue.thinking import Tags, end_of_thinking, open_reader
+from spec_runtime.dialogue.thinking_matcher import ThinkingMatcher, ThinkingTokens
+from spec_runtime.dialogue.tools import ToolCall
+from spec_runtime.grammar.base import Matcher
+from spec_runtime.text.tokenizer import Codec
+
+MAX_OPENING = 64  # tokens of what a template writes before an answer
+
+
+class Answer(NamedTuple):
+    """An answer's parts; `thinking` is empty for a model that did not think."""
+
+    thinking: str
+    content: str
+    calls: list[ToolCall]
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Says how a model writes the answer to one prompt.
+
+    Between `tags` it thinks, None if it does not; `is_begun` says that the prompt ends inside of
+    them. `tokens` are those of the tags, None if no thinking may go before a grammar. It calls
+    `tools` as its `family` does (see dialogue/tools.py); without tools, calls are text.
+    """
+
+    tags: Tags | None = None
+    is_begun: bool = False
+    tokens: ThinkingTokens | None = None
+    family: str = ""
+    tools: Tools | None = None
+    at_most: int | None = None  # calls of an answer; further ones are dropped
+
+    def reader(self, streams: bool = True) -> AnswerReader:
+        """Returns what reads one answer as it comes; unless it `streams`, a call comes out once it
+        is whole, see CallReader."""
+        return AnswerReader(self, streams)
+
+    def read(self, text: str) -> Answer:
+        """Returns the parts of a whole answer."""
+        parts = self.reader(streams=False).push(text, is_end=True)
+        thinking = "".join(part.text for part in parts if part.kind == "thinking")
+        return Answer(thinking, *joined(parts))
+
+    def num_thinking_tokens(self, text: str, text_ends: Sequence[int]) -> int:
+        """Returns how many tokens of an answer are its thinking, the tags among them; see
+        GenerationResult.text_ends."""
+        end = end_of_thinking(self.tags, text, self.is_begun)
+        end = len(text) if end is None else end
+        return sum(each <= end for each in text_ends) if end else 0
+
+    def after_thinking(self, matcher: Matcher, eos: Sequence[int], num_logits: int) -> Matcher:
+        """Returns a matcher of the same grammar before whose text the model may think."""
+        if self.tokens is None:
+            return matcher
+        return ThinkingMatcher(matcher, self.tokens, eos, num_logits)
+
+
+class AnswerReader:
+    """Reads one answer as it comes, see `AnswerForm`."""
+
+    def __init__(self, form: AnswerForm, streams: bool = True) -> None:
+        self._thinking = open_reader(form.tags, form.is_begun)
+        self._calls: CallReader | None = None
+        if form.tools:
+            self._calls = CallReader(form.family, form.tools, form.at_most, streams)
+
+    def push(self, text: str, is_end: bool = False) -> list[Part]:
+        """Returns the parts that this text completes; at the end, also what was held back."""
+        thinking, said = self._thinking.push(text, is_end)
+        parts = [Part("thinking", thinking)]
+        if self._calls is None:
+            parts.append(Part("text", said))
+        else:
+            parts += self._calls.push(said, is_end)
+        return [part for part in parts if part.text]
+
+
+def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> AnswerForm:
+    """Returns the form of the answer to a prompt.
+
+    A model may think before a grammar's text where the prompt ends as the chat template ends it, or
+    inside of its thinking.
+    """
+    template = codec.template
+    if template is None:
+        return AnswerForm()
+    form = AnswerForm(family=template.tool_family, tools=tools)
+    if template.tags is None:
+        return form
+    form = replace(form, tags=template.tags)
+    end = codec.spelled(prompt[-MAX_OPENING:]).rstrip()
+    opening, closing = (_ids_of(codec, tag) for tag in template.tags)
+    if not opening or not closing:
+        return replace(form, is_begun=end.endswith(template.tags.opening))
+    is_begun = _last(prompt, opening[0]) > _last(prompt, closing[0])
+    before = template.opening.rstrip()
+    is_new = bool(before) and end.endswith(before) and prompt[-1] != closing[-1]
+    if not is_begun and not is_new:
+        return form
+    blanks = [codec.encode(blank, special_tokens=False) for blank in ("\n", "\n\n")]
+    tokens = ThinkingTokens(
+        None if is_begun else opening[0],
+        closing,
+        tuple(each[0] for each in blanks if len(each) == 1),
+    )
+    return replace(form, is_begun=is_begun, tokens=tokens)
+
+
+def _ids_of(codec: Codec, tag: str) -> list[int]:
+    """Returns the tokens of a tag, none if it does not begin with a mark that is a token: then the
+    text around it may change them."""
+    ids = codec.encode(tag, special_tokens=False)
+    mark = re.split(r"(?<=[]>])", tag)[0]
+    return next((ids[at:] for at, each in enumerate(ids) if codec.spelled([each]) == mark), [])
+
+
+def _last(ids: Sequence[int], token: int) -> int:
+    """Returns the last place of a token, -1 if it is not there."""
+    return next((at for at in range(len(ids) - 1, -1, -1) if ids[at] == token), -1)

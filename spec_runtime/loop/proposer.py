@@ -1,0 +1,134 @@
+"""Declares what the loop and the fused step see of a drafter; plain decoding has a proposer too."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from spec_runtime.backends import Backend, GraphRun, run_at_once
+from spec_runtime.loop.step import Step
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import Candidates, Growing, TreeBuilder
+from spec_runtime.trees.tree import TokenTree
+
+Drafting = Generator[GraphRun, None, TokenTree]  # see Proposer.drafting
+
+
+class Proposer(Protocol):
+    """Drafts a tree a step, and keeps its own state in step with the target's committed rows.
+
+    Between calls a proposer has seen as many tokens as the target has committed rows; the root
+    of the next tree comes with `propose`. `wants_features` asks the target for features.
+    """
+
+    wants_features: bool
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds spent in graph runs so far; 0.0 without a graph."""
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        """Begins a generation, after the prompt's pass.
+
+        The first `reused` tokens of the prompt were there before; `features_TF` f32[T, F] are those
+        of the other tokens, None if the proposer wants none.
+        """
+
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        """Yields the runs of graphs that it needs, one after the other, and returns a tree rooted
+        at `token`, the last committed token."""
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        """Returns the tree that `drafting` does, running each graph at once."""
+
+    def commit(self, step: Step) -> None:
+        """Takes in what became of the tree last proposed."""
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first `length` tokens; 0 must work from any state."""
+
+
+class WithRuns:
+    """Drafts with graphs; a subclass has `drafting`."""
+
+    @abstractmethod
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        """See Proposer.drafting."""
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        """See Proposer.propose."""
+        return run_at_once(self.drafting(token, budget))
+
+
+class WithoutRuns:
+    """Drafts without a graph; a subclass has `propose`."""
+
+    @abstractmethod
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        """See Proposer.propose."""
+
+    def drafting(self, token: int, budget: Budget) -> Drafting:
+        """See Proposer.drafting."""
+        yield from ()
+        return self.propose(token, budget)
+
+
+def grow_with(
+    levels: Growing, expand: Callable[[TreeBuilder, int], Generator[GraphRun, None, Candidates]]
+) -> Drafting:
+    """Returns the tree that `levels` grows (trees.grow.growing), of the candidates that the runs of
+    `expand(nodes, first)` find for the nodes of each level."""
+    try:
+        level = next(levels)
+        while True:
+            level = levels.send((yield from expand(*level)))
+    except StopIteration as end:
+        tree: TokenTree = end.value
+        return tree
+
+
+class StatelessProposer(WithoutRuns):
+    """Keeps nothing of what it is told; a subclass proposes."""
+
+    wants_features = False
+    run_seconds = 0.0
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        pass
+
+    def commit(self, step: Step) -> None:
+        pass
+
+    def truncate(self, length: int) -> None:
+        pass
+
+
+class PlainProposer(StatelessProposer):
+    """Decodes plainly: every tree is its root."""
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        return TokenTree.root(token)
+
+
+class Follower(Protocol):
+    """Keeps a one-pass drafter's state in step with fused steps, which it does not see run."""
+
+    def enter(self, token: int) -> None:
+        """Completes all rows before the first step, whose root is `token`."""
+
+    def follow(self, tokens: list[int]) -> None:
+        """Takes over the drafter's rows of one step, which the graph wrote; `tokens` as in Step."""
+
+    def leave(self, feature_1F: np.ndarray) -> None:
+        """Takes the feature of the last committed position, after the last fused step."""
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """A one-pass proposer whose drafting a fused step can take over."""
+
+    def fusable(self) -> tuple[Follower, Backend | None]:
+        """Returns who follows the fused steps, and the backend whose cache they write, if any."""

@@ -1,0 +1,1 @@
+"""Decides how much to draft: what passes and drafts cost here, and which trees pay."""

@@ -1,0 +1,131 @@
+"""Measures, when a bundle is first opened on a machine, what passes and drafts cost there.
+
+Nobody has to run `tune` for drafting to be safe: with these costs trees are sized by the tokens
+that a millisecond is expected to give, and drafting rests where it does not pay (see
+pace/adaptive.py). `tune` decodes real prompts as well, and finds more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.bundle.manifest import DrafterInfo
+from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
+from spec_runtime.files.writing import LockedError
+from spec_runtime.pace.curve import Curve, cut_budget, grown_points, paying_budget
+from spec_runtime.pace.measured import (
+    Recorder,
+    costs_of,
+    draft_ms,
+    measure_passes,
+    record,
+    without_lookup,
+)
+from spec_runtime.pace.profile import (
+    FIRST_USE,
+    Candidate,
+    Costs,
+    Key,
+    Profile,
+    find,
+    reserved,
+    write,
+)
+from spec_runtime.trees.budget import Budget, Grown
+
+SIZES = (1, 8, 16, 4, 32, 2)  # the last ones are left out where passes are slow
+WAIT_SECONDS = 10.0  # for another process
+PASS_SECONDS = 0.9  # for each of two contexts
+NUM_NODES, NUM_DEPTHS = 16, 2
+ANSWER_SECONDS, NUM_TOKENS = 0.4, (3, 8)  # of an answer: 3 tokens, and up to 8 if there is time
+LEAST_CONTEXT = 64
+PROMPT = 2 * tuple(range(100, 116))  # ids of a text that repeats itself
+
+log = logging.getLogger("spec_runtime")
+
+
+def profile_for(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile | None:
+    """Returns the profile of `engine`'s drafter, measured in about two seconds (three where a pass
+    takes a tenth of one), and keeps it where `find` looks for it, if that can be written.
+
+    `entry` is the drafter's in the bundle's manifest, if it has one. Where another process measures
+    the same, its profile is waited for. Returns None for a context that is too short to measure.
+    """
+    if engine.target.max_length < LEAST_CONTEXT:
+        return None
+    try:
+        with reserved(key):
+            profile = find(key)
+            if profile is None:
+                write(profile := _measured(engine, key, entry))
+            return profile
+    except LockedError:
+        return _awaited(key) or _measured(engine, key, entry)
+    except (UserError, OSError):  # nothing can be kept here
+        return _measured(engine, key, entry)
+
+
+def _awaited(key: Key) -> Profile | None:
+    """Returns the profile once another process has kept it; None if it never does."""
+    end = time.monotonic() + WAIT_SECONDS
+    while (profile := find(key)) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return profile
+
+
+def _measured(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
+    begin = time.perf_counter()
+    target = engine.target
+    sizes = [n for n in SIZES if n <= target.max_nodes]
+    prompt = [token % target.vocab_size for token in PROMPT]
+    passes = measure_passes(target, prompt, sizes, engine.wants, PASS_SECONDS, least=0)
+    limit = int(passes[0].verify[-1][0])
+    unmerged, num_nodes = engine.observed(without_lookup), min(NUM_NODES, limit)
+    pass_seconds = dict(passes[0].verify)[num_nodes] / 1000
+    num_tokens = int(np.clip(ANSWER_SECONDS / pass_seconds, *NUM_TOKENS))
+    recorder, run = record(unmerged, Budget(num_nodes), [prompt], num_tokens, ignore_eos=True)
+    drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, num_tokens)
+    costs = costs_of(passes, *drafting, run)
+    chosen = _candidate(engine, recorder, costs, limit, entry)
+    log.warning(
+        "measured in %.1f s what drafts with %s cost on this machine, once for this bundle",
+        time.perf_counter() - begin,
+        engine.drafter,
+    )
+    return Profile(key, costs, FIRST_USE, (chosen,), chosen.name)
+
+
+def _candidate(
+    engine: Engine,
+    recorder: Recorder,
+    costs: Costs,
+    limit: int,
+    entry: DrafterInfo | None,
+) -> Candidate:
+    """Returns the bundle's trees, cut at each step where more nodes do not pay, if they are grown
+    or the drafter was calibrated; else the bundle's trees. What the manifest says of the drafter's
+    accepted length is what each text begins with."""
+    known = {} if entry is None else entry.calibration or {}
+    curve = Curve.from_calibration(known) if known else None
+    if curve is not None and curve.reliability:
+        best = max(grown_points(curve, costs, limit), key=lambda point: point.speedup)
+        return Candidate(
+            "paying",
+            paying_budget(curve, costs, limit),
+            expected_speedup=round(best.speedup, 4),
+            accepted_length=round(best.accepted_length, 4),
+        )
+    growth, max_nodes = engine.budget.growth, min(engine.budget.max_nodes, limit)
+    gain: dict[str, Any] = {}
+    if entry is not None and (length := entry.expected_accepted_length) is not None:
+        speedup = length * costs.plain / costs.of(max_nodes / 2, max(1.0, length))
+        gain = {"accepted_length": round(length, 4), "expected_speedup": round(speedup, 4)}
+    has_odds = all(tree.num_nodes == 1 or tree.log_prob_N is not None for tree, _ in recorder.seen)
+    if not isinstance(growth, Grown) or not has_odds:
+        return Candidate("bundle", engine.budget, **gain)
+    return Candidate("paying", cut_budget(engine.budget.at_most(max_nodes), costs), **gain)

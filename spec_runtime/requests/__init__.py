@@ -1,1 +1,0 @@
-"""Holds one request on its way: its options, its steps, its result."""

@@ -1,0 +1,164 @@
+"""Makes the app: its addresses, and the guards in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import cast
+
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from spec_runtime import Engine
+from spec_runtime.serve import tokens
+from spec_runtime.serve.anthropic.requests import CountRequest, MessagesRequest
+from spec_runtime.serve.errors import MESSAGES, RESPONSES, Json, add_handlers
+from spec_runtime.serve.guards import guarded
+from spec_runtime.serve.ignored import noted
+from spec_runtime.serve.models import LendingApp, Models, models_of
+from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
+from spec_runtime.serve.page import PAGE_HEADERS, PageRequest, answer, page_html
+from spec_runtime.serve.responses.requests import ResponsesRequest
+from spec_runtime.serve.service import Service
+from spec_runtime.serve.settings import Settings
+from spec_runtime.serve.tokens import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+
+def make_app(engine: Engine, settings: Settings) -> ASGIApp:
+    """Returns the ASGI app that serves `engine`, which other code must not close while it runs."""
+    return make_app_of(models_of(Service(engine, settings)), settings)
+
+
+def make_app_of(models: Models, settings: Settings) -> ASGIApp:
+    """Returns the ASGI app that serves these models."""
+    return guarded(make_unguarded_app(models), settings, models.metrics)
+
+
+def make_unguarded_app(models: Models) -> FastAPI:
+    """Returns the app without what has to stand in front of it, see guards.guarded."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with suppress(asyncio.CancelledError):  # by a stop that waits for nothing
+            yield
+        await models.close()
+
+    app = FastAPI(title="specsplit", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.models = models
+    app.include_router(router)
+    app.add_middleware(LendingApp)
+    add_handlers(app)
+    return app
+
+
+def _models(request: Request) -> Models:
+    return cast(Models, request.app.state.models)
+
+
+async def _service(request: Request, model: str | None, drafter: str | None = None) -> Service:
+    """Returns the service of the model that a request asks for, which has the drafter."""
+    return await _models(request).lend(model, request, drafter)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    service = await _service(request, body.model, body.drafter)
+    return noted(await service.chat(body, request), body)
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    service = await _service(request, body.model, body.drafter)
+    return noted(await service.completion(body, request), body)
+
+
+@router.post(RESPONSES)
+async def responses(body: ResponsesRequest, request: Request) -> Response:
+    service = await _service(request, body.model, body.drafter)
+    return noted(await service.responses(body, request), body)
+
+
+@router.get(f"{RESPONSES}/{{name}}")
+async def response(name: str, request: Request) -> Response:
+    """Returns a response that is kept."""
+    return Json(_models(request).kept.get(name, "response_id").response)
+
+
+@router.delete(f"{RESPONSES}/{{name}}")
+async def delete_response(name: str, request: Request) -> Response:
+    _models(request).kept.remove(name, "response_id")
+    return Json({"id": name, "object": "response", "deleted": True})
+
+
+@router.post(MESSAGES)
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    service = await _service(request, body.model, body.drafter)
+    return noted(await service.messages(body, request), body)
+
+
+@router.post(f"{MESSAGES}/count_tokens")
+async def count_tokens(body: CountRequest, request: Request) -> Response:
+    service = await _service(request, body.model)
+    return noted(await service.count_tokens(body, request), body)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    return await tokens.tokenize(await _service(request, body.model), body, request)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    return await tokens.detokenize(await _service(request, body.model), body, request)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+    return tokens.tokenizer_info(await _service(request, model))
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    return Json({"object": "list", "data": _models(request).described()})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> Response:
+    return Json(_models(request).description(name))
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health() -> Response:
+    """Says that the process answers."""
+    return Json({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Says that a request would be taken now: 503 where all places are taken, or the engine is
+    stuck."""
+    if not _models(request).is_ready:
+        return Json({"status": "busy"}, 503, {"Retry-After": "1"})
+    return Json({"status": "ready"})
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(_models(request).metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/")
+async def page() -> Response:
+    return HTMLResponse(page_html(), headers=PAGE_HEADERS)
+
+
+@router.post("/page/answer")
+async def page_answer(body: PageRequest, request: Request) -> Response:
+    return await answer(await _service(request, body.model), body, request)

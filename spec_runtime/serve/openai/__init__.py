@@ -1,0 +1,1 @@
+"""Reads and answers requests in the form of OpenAI's API."""

@@ -1,0 +1,187 @@
+"""Turns the chunks and results of a request into OpenAI's two kinds of replies."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Protocol
+
+from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
+from spec_runtime.serve.answers import Answers
+from spec_runtime.serve.openai.replies import (
+    Echo,
+    Heading,
+    Object,
+    ShownCalls,
+    ShownTokens,
+    TokenTexts,
+    counted,
+    finish_reason,
+    usage,
+    whole_chunk,
+)
+from spec_runtime.serve.openai.schemas import StreamOptions
+from spec_runtime.serve.streams import event_of
+
+
+class Reply(Protocol):
+    """Writes the reply to one request, in the form of one API."""
+
+    def whole(self, results: Sequence[GenerationResult]) -> Object:
+        """Returns the whole reply."""
+        ...
+
+    def events(self, answers: Answers) -> AsyncGenerator[str, None]:
+        """Yields the server-sent events of a stream."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes the choices of one request."""
+
+    heading: Heading
+
+    def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
+        """Yields the choices that a stream has for this chunk; the last chunk's says why it
+        ended."""
+        ...
+
+    def whole(self, index: int, result: GenerationResult) -> Object:
+        """Returns the whole choice."""
+        ...
+
+
+class ChoicesReply:
+    """Writes a reply in OpenAI's form, whose choices a writer writes. `stream_options` are the
+    request's, if it has some."""
+
+    def __init__(
+        self, writer: Writer, stream_options: StreamOptions | None, num_prompts: int = 1
+    ) -> None:
+        self._writer = writer
+        self._options = stream_options or StreamOptions()
+        self._num_prompts = num_prompts
+
+    def whole(self, results: Sequence[GenerationResult]) -> Object:
+        choices = [self._writer.whole(index, result) for index, result in enumerate(results)]
+        return self._writer.heading.reply(choices, usage(results, self._num_prompts))
+
+    async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
+        """Yields the events up to OpenAI's last one, [DONE]."""
+        heading, options, num_tokens = self._writer.heading, self._options, 0
+        more: Object = {"usage": None} if options.include_usage else {}
+        async for index, chunk in answers:
+            num_tokens += len(chunk.token_ids)
+            if options.continuous_usage_stats:
+                more["usage"] = counted(answers.prompt_tokens, num_tokens)
+            for choice in self._writer.parts(index, chunk):
+                yield event_of(heading.chunk(choice, **more))
+        if options.include_usage:
+            yield event_of(heading.chunk(usage=usage(answers.results, self._num_prompts)))
+        yield "data: [DONE]\n\n"
+
+
+class ChatWriter:
+    """Writes choices of /v1/chat/completions."""
+
+    def __init__(self, model: str, texts: TokenTexts) -> None:
+        self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
+        self._texts = texts
+        self._calls: dict[int, ShownCalls] = {}  # of each choice that has begun
+        self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
+
+    def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
+        if index not in self._calls:
+            self._calls[index] = ShownCalls()
+            yield self._part(index, {"role": "assistant", "content": ""})
+        shown = self._shown[index].take(chunk)
+        logprobs = self._texts.chat(shown) if shown else None
+        deltas = [self._delta(index, part) for part in chunk.parts]
+        for delta in deltas or [{"content": ""}] * (logprobs is not None):
+            yield self._part(index, delta, logprobs)
+            logprobs = None
+        if chunk.result is not None:
+            is_called = self._calls[index].are_whole(chunk.result)
+            reason = "tool_calls" if is_called else finish_reason(chunk.result)
+            yield {**self._part(index, {}), "finish_reason": reason}
+
+    def _part(self, index: int, delta: Object, logprobs: Object | None = None) -> Object:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _delta(self, index: int, part: Part) -> Object:
+        if part.kind == "text":
+            return {"content": part.text}
+        if part.kind == "thinking":
+            return {"reasoning_content": part.text}
+        self._calls[index].add(part)
+        call: Object = {"function": {"arguments": part.text}}
+        if part.kind == "call":
+            call = {**_begun_call(), "function": {"name": part.text, "arguments": ""}}
+        return {"tool_calls": [{"index": self._calls[index].num - 1, **call}]}
+
+    def whole(self, index: int, result: GenerationResult) -> Object:
+        reason = finish_reason(result)
+        message: Object = {"role": "assistant", "content": result.content, "refusal": None}
+        if result.reasoning:
+            message["reasoning_content"] = result.reasoning
+        if result.tool_calls:
+            calls = [
+                {**_begun_call(), "function": {"name": name, "arguments": arguments}}
+                for name, arguments in result.tool_calls
+            ]
+            message |= {"content": result.content or None, "tool_calls": calls}
+            reason = "tool_calls"
+        shown = None if result.logprobs is None else _shown(self._texts, result)
+        logprobs = None if shown is None else self._texts.chat(shown)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _begun_call() -> Object:
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+
+
+class CompletionWriter:
+    """Writes choices of /v1/completions; `echoes` are the prompts that go before the texts, by
+    choice, or None. With them go their tokens, where the answers' tokens are shown."""
+
+    def __init__(self, model: str, texts: TokenTexts, echoes: list[Echo] | None) -> None:
+        self.heading = Heading("cmpl", "text_completion", "text_completion", model)
+        self._texts = texts
+        self._echoes = echoes
+        self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
+
+    def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
+        is_first = index not in self._shown
+        shown = self._shown[index].take(chunk)
+        has_prompt = is_first and self._echoes is not None and chunk.logprobs is not None
+        asked = shown if shown or has_prompt else None
+        text, logprobs = self._written(index, chunk.text, asked, is_first)
+        if text or logprobs or chunk.result is not None:
+            reason = None if chunk.result is None else finish_reason(chunk.result)
+            yield self._choice(index, text, logprobs, reason)
+
+    def whole(self, index: int, result: GenerationResult) -> Object:
+        shown = None if result.logprobs is None else _shown(self._texts, result)
+        text, logprobs = self._written(index, result.text, shown, is_first=True)
+        return self._choice(index, text, logprobs, finish_reason(result))
+
+    def _written(
+        self, index: int, text: str, shown: list[tuple[TokenLogprob, int]] | None, is_first: bool
+    ) -> tuple[str, Object | None]:
+        """Returns a text of an answer and the object `logprobs` of its tokens, None for none; with
+        the prompt's before them, if it is the first text and prompts are echoed."""
+        echo = Echo("", [], []) if self._echoes is None else self._echoes[index]
+        logprobs = None if shown is None else self._texts.completion(shown, len(echo.text))
+        if logprobs is not None and echo.token_ids and is_first:
+            prompt = self._texts.prompt(echo)
+            logprobs = {key: [*prompt[key], *values] for key, values in logprobs.items()}
+        return (echo.text if is_first else "") + text, logprobs
+
+    def _choice(self, index: int, text: str, logprobs: Object | None, reason: str | None) -> Object:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _shown(texts: TokenTexts, result: GenerationResult) -> list[tuple[TokenLogprob, int]]:
+    """Returns the tokens that a whole answer shows, with the places where they begin."""
+    return texts.tokens_of_choice().take(whole_chunk(result))

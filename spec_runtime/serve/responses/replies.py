@@ -1,0 +1,251 @@
+"""Writes answers as OpenAI's Responses API does: whole responses, and the typed events of a
+stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
+
+from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
+from spec_runtime.dialogue.thinking import end_of_thinking
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.serve.answers import Answers
+from spec_runtime.serve.openai.replies import ShownCalls, ShownTokens, TokenTexts, whole_chunk
+from spec_runtime.serve.streams import typed_event_of
+
+Object = dict[str, Any]
+Shown = list[tuple[TokenLogprob, int]]
+_PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}  # of the items' ids
+_EVENTS = {
+    "text": "output_text",
+    "thinking": "reasoning_text",
+    "call": "function_call_arguments",
+}
+
+
+class ResponseReply:
+    """Writes one response.
+
+    `repeated` are the fields that say what was asked for. `texts` writes the tokens whose
+    log-probabilities are asked for. `keep` is called with the response once it is complete.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        repeated: Object,
+        texts: TokenTexts,
+        keep: Callable[[Object], None],
+    ) -> None:
+        self._head: Object = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "background": False,
+            "error": None,
+            **repeated,
+        }
+        self._texts = texts
+        self._keep = keep
+        self._places = _Places(texts.tokens_of_choice())
+        self._calls = ShownCalls()
+        self._output: list[Object] = []  # items that are complete
+        self._item: _Item | None = None  # the one that is on its way
+        self._num_events = 0
+
+    def whole(self, results: Sequence[GenerationResult]) -> Object:
+        (result,) = results
+        *_, last = self.parts(whole_chunk(result), result.form)
+        response: Object = last["response"]
+        return response
+
+    async def events(self, answers: Answers) -> AsyncGenerator[str, None]:
+        """Yields the events up to response.completed or response.incomplete."""
+        async for _, chunk in answers:
+            for event in self.parts(chunk, answers.form):
+                yield typed_event_of(event)
+
+    def parts(self, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
+        """Yields the events for one chunk of an answer of this form; the last chunk's end the
+        response."""
+        if not self._num_events:
+            begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+            begun["incomplete_details"] = None
+            yield self._event("created", response=begun)
+            yield self._event("in_progress", response=begun)
+        for part, shown in self._places.push(chunk, form):
+            self._calls.add(part)
+            yield from self._events_of(part, shown)
+        if chunk.result is None:
+            return
+        if not (self._item or self._output):  # an empty answer is a message, too
+            yield from self._begin(_Item("text"))
+        is_whole = self._calls.are_whole(chunk.result)
+        is_cut = chunk.result.finish_reason == "length" and not is_whole
+        yield from self._end("incomplete" if is_cut else "completed")
+        response = self._finished(chunk.result, is_cut)
+        yield self._event(response["status"], response=response)
+
+    def _events_of(self, part: Part, shown: Shown) -> Iterator[Object]:
+        """Yields the events for a part of the answer and the tokens that it shows. Begins a new
+        item where the part is not of the one on its way."""
+        kind = "call" if part.kind == "arguments" else part.kind
+        if part.kind == "call" or self._item is None or kind != self._item.kind:
+            yield from self._end("completed")
+            yield from self._begin(_Item(kind, part.text))
+        if part.kind != "call":
+            assert self._item is not None
+            self._item.text += part.text
+            more: Object = {}
+            if kind == "text":
+                more["logprobs"] = self._texts.response(shown)
+                self._item.logprobs += more["logprobs"]
+            yield self._item_event(f"{_EVENTS[kind]}.delta", delta=part.text, **more)
+
+    def _begin(self, item: _Item) -> Iterator[Object]:
+        self._item = item
+        begun = item.written("in_progress")
+        if item.kind != "call":
+            begun["content"] = []
+        yield self._event("output_item.added", output_index=len(self._output), item=begun)
+        if item.kind != "call":
+            yield self._item_event("content_part.added", part=item.part())
+
+    def _end(self, status: str) -> Iterator[Object]:
+        """Yields the events that end the item on its way, if there is one."""
+        item = self._item
+        if item is None:
+            return
+        if item.kind == "call":
+            told: Object = {"name": item.name, "arguments": item.text}
+        else:
+            told = {"text": item.text}
+            if item.kind == "text":
+                told["logprobs"] = item.logprobs
+        yield self._item_event(f"{_EVENTS[item.kind]}.done", **told)
+        if item.kind != "call":
+            yield self._item_event("content_part.done", part=item.part())
+        written = item.written(status)
+        yield self._event("output_item.done", output_index=len(self._output), item=written)
+        self._output.append(written)
+        self._item = None
+
+    def _item_event(self, kind: str, **more: Any) -> Object:
+        """Returns an event of the item on its way, or of its only part."""
+        assert self._item is not None
+        place: Object = {"item_id": self._item.id, "output_index": len(self._output)}
+        if self._item.kind != "call":
+            place["content_index"] = 0
+        return self._event(kind, **place, **more)
+
+    def _event(self, kind: str, **more: Any) -> Object:
+        self._num_events += 1
+        return {"type": f"response.{kind}", "sequence_number": self._num_events - 1, **more}
+
+    def _finished(self, result: GenerationResult, is_cut: bool) -> Object:
+        """Returns the complete response, which is kept."""
+        response = {
+            **self._head,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._output,
+            "usage": _usage(result),
+        }
+        self._keep(response)
+        return response
+
+
+class _Places:
+    """Says which of an answer's tokens each piece of its text shows.
+
+    The tokens of thinking, of calls, and of what is said after a call belong to no text.
+    """
+
+    def __init__(self, tokens: ShownTokens) -> None:
+        self._tokens = tokens
+        self._answer = ""
+        self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
+        self._begin = self._end = 0  # of the text in the answer, so far
+        self._has_text = self._has_calls = False
+
+    def push(self, chunk: Chunk, form: AnswerForm) -> Iterator[tuple[Part, Shown]]:
+        """Yields a chunk's parts, each with the tokens that it shows."""
+        self._answer += chunk.text
+        self._waiting.extend(self._tokens.take(chunk))
+        for part in chunk.parts:
+            self._has_calls = self._has_calls or part.kind == "call"
+            is_text = part.kind == "text" and not self._has_calls
+            yield part, self._shown_by(len(part.text), form) if is_text else []
+        if chunk.result is None or self._has_calls:
+            return
+        if rest := self._shown_by(len(self._answer) + 1, form):
+            yield Part("text", ""), rest  # of tokens without a text of their own
+
+    def _shown_by(self, num_characters: int, form: AnswerForm) -> Shown:
+        """Returns the tokens that begin in the next characters of the text."""
+        if not self._has_text:
+            self._has_text = True
+            self._begin = self._end = _begin_of_text(form, self._answer)
+        self._end += num_characters
+        shown = []
+        while self._waiting and self._waiting[0][1] < self._end:
+            entry, place = self._waiting.popleft()
+            if place >= self._begin:
+                shown.append((entry, place))
+        return shown
+
+
+class _Item:
+    """An item of the output that is on its way: a message, thinking, or a call of `name`."""
+
+    def __init__(self, kind: str, name: str = "") -> None:
+        self.kind, self.name = kind, name
+        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+        self.text = ""  # or the arguments
+        self.logprobs: list[Object] = []  # of a message's tokens
+        self._call_id = f"call_{uuid.uuid4().hex[:24]}"
+
+    def part(self) -> Object:
+        """Returns the only part of the item's content."""
+        if self.kind == "thinking":
+            return {"type": "reasoning_text", "text": self.text}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": [*self.logprobs],
+        }
+
+    def written(self, status: str) -> Object:
+        """Returns the item as it is so far."""
+        if self.kind == "call":
+            called = {"call_id": self._call_id, "name": self.name, "arguments": self.text}
+            return {"id": self.id, "type": "function_call", "status": status, **called}
+        said: Object = {"status": status, "content": [self.part()]}
+        if self.kind == "thinking":
+            return {"id": self.id, "type": "reasoning", "summary": [], **said}
+        return {"id": self.id, "type": "message", "role": "assistant", **said}
+
+
+def _begin_of_text(form: AnswerForm, answer: str) -> int:
+    """Returns where an answer's text begins, after the thinking and the white space around it: past
+    the end of the answer while it is still thinking."""
+    end = end_of_thinking(form.tags, answer, form.is_begun)
+    if not end:
+        return 0 if end == 0 else len(answer) + 1
+    return len(answer) - len(answer[end:].lstrip())
+
+
+def _usage(result: GenerationResult) -> Object:
+    stats, answer = result.stats, len(result.token_ids)
+    return {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": stats.reused_tokens, "cache_write_tokens": 0},
+        "output_tokens": answer,
+        "output_tokens_details": {"reasoning_tokens": result.usage.reasoning_tokens},
+        "total_tokens": stats.prompt_tokens + answer,
+    }

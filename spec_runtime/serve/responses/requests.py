@@ -1,0 +1,257 @@
+"""Describes the requests of OpenAI's Responses API that the server takes, as chats that say the
+same.
+
+Unknown fields are refused, and known ones without an effect on the answer are taken and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MaxLen
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief
+from spec_runtime.serve.ignored import Tolerant
+from spec_runtime.serve.openai.schemas import (
+    MAX_TOP_LOGPROBS,
+    ChatMessage,
+    ChatRequest,
+    Flag,
+    Number,
+    Whole,
+    has,
+)
+
+Object = dict[str, Any]
+TEXT_PARTS = ("input_text", "output_text", "text")
+ROLES = ("user", "assistant", "system", "developer")
+LOGPROBS = "message.output_text.logprobs"
+# Fields that a response repeats as they were asked for.
+REPEATED = (
+    *("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id"),
+    *("metadata", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
+)
+
+
+class ReasoningConfig(BaseModel):
+    """Says how much the model thinks; a summary of that is not made, since all of it is shown."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = None
+
+
+class TextConfig(BaseModel):
+    """Says how the answer is written; its verbosity changes nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Object | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Tolerant):
+    """Holds the body of a request to /v1/responses."""
+
+    model: str | None = None
+    input: str | list[Object]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Whole, Ge(1)] | None = None
+    previous_response_id: str | None = None
+    store: Flag | None = None
+    stream: Flag | None = None
+    temperature: Annotated[Number, Ge(0), Le(2)] | None = None
+    top_p: Annotated[Number, Ge(0), Le(1)] | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[Object], MaxLen(128)] | None = None
+    tool_choice: str | Object | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None  # LOGPROBS; others are ignored
+    top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: Object | None = None
+    parallel_tool_calls: Flag | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    drafter: str | None = None  # an extension, as in chats
+
+    # Taken where they ask for nothing more.
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+
+    # Taken and ignored.
+    stream_options: Object | None = None
+    service_tier: str | None = None
+    context_management: list[Object] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.has_logprobs:
+            raise UserError(f"'top_logprobs' is only allowed when 'include' has {LOGPROBS!r}")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise UserError("'tool_choice' is only allowed when 'tools' are specified")
+        return self
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Says whether the log-probabilities of the answer's tokens are asked for."""
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def _format(self) -> Object | None:
+        return None if self.text is None else self.text.format
+
+    @property
+    def items(self) -> list[Object]:
+        """Returns what this request adds to the conversation."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return self.input
+
+    def with_items(self, find: Callable[[str], Object]) -> ResponsesRequest:
+        """Returns the request with the items that it refers to, which `find` finds by their ids."""
+        items = [
+            find(item["id"]) if item.get("type") == "item_reference" and has(item, "id") else item
+            for item in self.items
+        ]
+        return self.model_copy(update={"input": items})
+
+    def as_chat(self, before: Sequence[Object]) -> ChatRequest:
+        """Returns the chat that says the same; `before` are the items of the conversation so far.
+        Raises UserError for items and tools that cannot be served."""
+        messages = messages_of([*before, *self.items])
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if not messages:
+            raise UserError("got input [], expected at least one message", param="input")
+        format = self._format
+        return ChatRequest.model_construct(
+            model=self.model,
+            messages=[ChatMessage(**message) for message in messages],
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs,
+            tools=None if self.tools is None else [_as_function(tool) for tool in self.tools],
+            tool_choice=_as_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            drafter=self.drafter,
+            response_format=None if format is None else _response_format(format),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def repeated(self) -> Object:
+        """Returns the fields of a response that say what was asked for, with OpenAI's defaults."""
+        said: Object = {name: getattr(self, name) for name in REPEATED}
+        said["text"] = {"format": self._format or {"type": "text"}}
+        defaults: Object = {
+            "parallel_tool_calls": True,
+            "metadata": {},
+            "temperature": 1.0,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": 0,
+            "top_p": 1.0,
+        }
+        for name, value in defaults.items():
+            if said[name] is None:
+                said[name] = value
+        if self.reasoning is not None:
+            said["reasoning"] = {"effort": self.reasoning.effort, "summary": None}
+        return {**said, "truncation": "disabled", "store": self.store is not False}
+
+
+def messages_of(items: Sequence[Object]) -> list[Object]:
+    """Returns the messages of a chat for the items of a conversation: calls join the assistant's
+    message before them. Raises UserError for an item that cannot be served."""
+    found: list[Object] = []
+    thoughts = ""  # that no message has yet
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        place = f"item {number} of the conversation"
+        if kind == "message" and item.get("role") in ROLES:
+            found.append({"role": item["role"], "content": _text_of(item.get("content"), place)})
+        elif kind == "function_call" and has(item, "call_id", "name", "arguments"):
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            found[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output" and has(item, "call_id"):
+            text = _text_of(item.get("output"), place)
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        elif kind == "reasoning":
+            thoughts += _thinking_of(item)
+        else:
+            raise UserError(
+                f"got {brief(repr(item), 120)} as {place}, expected a message with its role, a "
+                "function_call with call_id, name and arguments, or a function_call_output with "
+                "its call_id",
+                param="input",
+            )
+        if thoughts and kind != "reasoning":
+            if found[-1]["role"] == "assistant":
+                found[-1]["reasoning_content"] = thoughts
+            thoughts = ""
+    return found
+
+
+def _thinking_of(item: Object) -> str:
+    """Returns what a model of this server thought; an item of another one's has no text."""
+    parts = item.get("content") or ()
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and has(part, "text"))
+
+
+def _text_of(content: Any, place: str) -> str:
+    """Returns the text of a content, whose parts stand one after the other."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS and has(part, "text")
+        if not is_text:
+            raise UserError(
+                f"got content {brief(repr(part), 80)} in {place}, expected a text or parts of type "
+                "'input_text' or 'output_text': send what it shows or says as text",
+                param="input",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _as_function(tool: Object) -> Object:
+    """Returns a tool in the form of a chat's. Raises UserError for one of OpenAI's servers."""
+    if tool.get("type") != "function":
+        raise UserError(
+            f"got tool {brief(repr(tool), 80)}, expected type 'function': this server runs no "
+            "tools by itself",
+            param="tools",
+        )
+    known = {"name", "description", "parameters", "strict"}
+    function = {key: value for key, value in tool.items() if key in known and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _as_choice(choice: str | Object | None) -> str | Object | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(format: Object) -> Object:
+    """Returns a chat's form of what an answer has to be; what is none, the engine refuses."""
+    if format.get("type") != "json_schema":
+        return format
+    schema = {"name": format.get("name"), "schema": format.get("schema")}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,110 @@
+"""Sends server-sent events, and ends the work for clients that have gone away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from spec_runtime.serve.errors import RESPONSES, ApiError, ClientGone, body_of, dumped
+
+Work = TypeVar("Work")
+
+
+class EventStream(Response):
+    """Sends server-sent events, and ends with the client.
+
+    Headers go out with the first event: what fails before becomes an ordinary error response, and
+    what fails later the stream's last event, so that no stream ends early in silence. `close` is
+    called in any case.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(scope, send))
+        except ClientGone:
+            scope["log"]["gone"] = True
+        finally:
+            await self._events.aclose()
+            self._close()  # also where the client left before the first event
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        has_started = False
+        try:
+            async for event in self._events:
+                if not has_started:
+                    has_started = True
+                    start = {"type": "http.response.start", "status": 200}
+                    await send({**start, "headers": self.raw_headers})
+                await send(_body(event))
+        except ApiError as error:
+            if not has_started:
+                raise
+            scope["log"]["error"] = error.code
+            await send(last_event(error, scope["path"]))
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(text: str, more: bool = True) -> dict[str, object]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+def is_event_stream(start: Message) -> bool:
+    """Says whether the response that begins with this message is a stream of events."""
+    kind = Headers(raw=start["headers"]).get("content-type", "")
+    return kind.startswith("text/event-stream")
+
+
+def last_event(error: ApiError, path: str) -> Message:
+    """Returns the message that ends a stream of events, asked for at `path`, with an error."""
+    body = body_of(error, path)
+    if path == RESPONSES:  # clients look for the error's fields, or for `error`
+        body = {**body["error"], **body, "type": "error"}
+    write = typed_event_of if "type" in body else event_of
+    return _body(write(body), more=False)
+
+
+def event_of(content: object) -> str:
+    """Returns a server-sent event with JSON."""
+    return f"data: {dumped(content)}\n\n"
+
+
+def typed_event_of(content: Mapping[str, Any]) -> str:
+    """Returns a server-sent event with JSON, which its `type` names."""
+    return f"event: {content['type']}\n{event_of(content)}"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Work]) -> Work:
+    """Returns what `work` returns; cancels it and raises ClientGone once the client disconnects.
+
+    `receive` is ASGI's, and the request's body has to be read already.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_until_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
