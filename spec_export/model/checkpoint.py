@@ -91,7 +91,8 @@ def _short(names: Iterable[str], path: Path) -> list[str]:
     if name := next(odd, None):
         raise UserError(
             f"{path} holds a tensor of a name of {len(name)} characters, expected at most "
-            f"{annex.gguf_header.MAX_NAME} that can be printed: {name!r:.40}...; download or convert it again"
+            f"{annex.gguf_header.MAX_NAME} that can be printed: {name!r:.40}...; download or "
+            "convert it again"
         )
     return found
 

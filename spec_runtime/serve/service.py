@@ -73,7 +73,7 @@ class Service:
             settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel
         )
         self.queue = EngineQueue(self.batch, self.admission)
-        self.batch.open_beside()
+        self.batch.open_passes_beside()
         self.counting = Threads(NUM_COUNTING, MOST_COUNTING)  # of texts for clients
         self.writing = Threads(NUM_WRITING)  # of answers, whose number admission limits
 
