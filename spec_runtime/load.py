@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -20,7 +19,6 @@ from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.machine import warn_of_threads
 from spec_runtime.files.mapping import require_keys
-from spec_runtime.files.writing import sha256
 from spec_runtime.loop.kv import open_cache
 from spec_runtime.loop.proposer import PlainProposer, Proposer
 from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
@@ -230,11 +228,6 @@ class DrafterOpener:
         self._options = options
         self.names = drafter_names(bundle.manifest)
         self._measured: dict[profiles.Key, profiles.Profile] = {}
-
-    @cached_property
-    def bundle_hash(self) -> str:
-        """See engine.DrafterSource."""
-        return sha256(self._bundle.path / bundles.MANIFEST)
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         """Opens the drafter `name`, None = the first; `lookup` is that of `load`.
