@@ -47,7 +47,6 @@ LOADING: dict[str, tuple[Any, str]] = {
     "profile": (False, "--no-profile"),
     "fused": (True, "--fused"),
     "strict": (True, "--strict"),
-    "memory": (7, "--memory=7"),
     "context": (99, "--context=99"),
 }
 
@@ -55,7 +54,7 @@ LOADING: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(
     ("words", "without"),
     [
-        (["generate", PROMPT], {"strict", "memory"}),
+        (["generate", PROMPT], {"strict"}),
         (["chat"], {"strict"}),
         (["bench"], {"strict"}),
         (["audit"], {*LOADING} - {"threads", "drafter", "lookup", "strict"}),

@@ -60,7 +60,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 # Options that replicas have no use for, or by another name: num_cpus for threads, and the numbers
 # of requests for max_waiting and max_streams.
-NOT_SERVED = ("threads", "verify", "strict", "memory", "max_waiting", "max_streams")
+NOT_SERVED = ("threads", "verify", "strict", "max_waiting", "max_streams")
 
 
 def declared_fields(declaration: type) -> dict[str, Any]:
