@@ -76,10 +76,7 @@ VERBS: dict[str, dict[str, SearchStrategy[str] | None]] = {
     | {
         "--temperature": SMALL,
         "--seed": SMALL,
-        "--acceptance": st.sampled_from(("target_sampling", "rejection", "typical")),
-        "--draws": st.sampled_from(("51", "1", "x")),
         "--strict": None,
-        "--reference": st.sampled_from(FOLDERS),
         "--json": st.sampled_from(OUT),
         "--limit": SMALL,
     },
