@@ -70,13 +70,9 @@ def make_app(engine: Engine, settings: Settings) -> ASGIApp:
     return make_app_of(models_of(Service(engine, settings)), settings)
 
 
-def make_app_of(models: Models, settings: Settings) -> ASGIApp:
-    """Returns the ASGI app that serves these models."""
-    return guarded(make_unguarded_app(models), settings, models.metrics)
-
-
-def make_unguarded_app(models: Models) -> FastAPI:
-    """Returns the app without what has to stand in front of it, see guards.guarded."""
+def make_app_of(models: Models, settings: Settings, has_ids: bool = False) -> ASGIApp:
+    """Returns the ASGI app that serves these models. `has_ids` says that a further server is in
+    front, see guards.Guards."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +85,7 @@ def make_unguarded_app(models: Models) -> FastAPI:
     app.include_router(router)
     app.add_middleware(LendingApp)
     add_handlers(app)
-    return app
+    return guarded(app, settings, models.metrics, has_ids)
 
 
 def _models(request: Request) -> Models:
