@@ -26,7 +26,7 @@ from spec_runtime import load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.load import LoadOptions
 from spec_runtime.options import declared
-from spec_runtime.serve.app import make_app_of
+from spec_runtime.serve.app import make_app
 from spec_runtime.serve.models import models_of
 from spec_runtime.serve.processes import open_compiler, set_up_logs
 from spec_runtime.serve.service import Service
@@ -146,7 +146,7 @@ class EngineReplica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the app; Ray calls this by its name."""
-        return make_app_of(models_of(self._service), self._settings, has_ids=True)
+        return make_app(models_of(self._service), self._settings, has_ids=True)
 
     def check_health(self) -> None:
         """Raises RuntimeError where the engine is closed, or has hung: no step, and no preparation
