@@ -21,10 +21,10 @@ MIN_COUNT = 25  # seeds that have to share a first token
 
 
 class SecondToken(NamedTuple):
-    """`count` of the seeds had one of the `firsts` common first tokens. In `drafted` of these the
+    """`common` of the seeds had one of the `firsts` common first tokens. In `drafted` of these the
     second token was drafted, in `accepted` it was taken from the draft."""
 
-    count: int
+    common: int
     firsts: int
     drafted: int
     accepted: int

@@ -481,9 +481,9 @@ REJECTION: SamplingOptions = {"temperature": 1.0, "acceptance": "rejection"}
 def test_the_law_of_rejection() -> None:
     found = check_second_token(soft_engine(), [1, 2, 3], REJECTION, 600)
     assert found.p_value > 1e-3
-    assert 300 < found.count <= 600
+    assert 300 < found.common <= 600
     assert found.firsts > 1
-    assert 0.3 < found.accepted / found.count < 0.9
+    assert 0.3 < found.accepted / found.common < 0.9
 
 
 def test_the_law_of_a_biased_rule_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
