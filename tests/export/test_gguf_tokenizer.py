@@ -156,6 +156,14 @@ def test_merges_that_the_named_pre_tokenizer_cuts_are_refused(tmp_path: Path) ->
         open_file(byte_level(tmp_path / "a.gguf", merges, pre="smollm"))
 
 
+def test_a_file_without_the_parts_of_its_own_tokens_is_refused(tmp_path: Path) -> None:
+    """Nothing that the tokenizer writes gives "ab" back: the file has no "a", and no bytes."""
+    tokens = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("\u2581", 1), ("b", 1), ("ab", 1)]
+    path = write_tokenizer(tmp_path / "a.gguf", tokens, model="llama", scores=[0.0] * 6)
+    with pytest.raises(ValueError, match="'ab', the text of token 5, expected the same text"):
+        open_file(path)
+
+
 # ---- added tokens and ends ----
 
 
