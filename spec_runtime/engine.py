@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, Self, Unpack
 
-from spec_runtime.dialogue.messages import Message, Tools
+from spec_runtime.dialogue.messages import Tools
+from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.files.machine import give_back_memory, return_big_blocks
 from spec_runtime.loop.answering import Answering, Calls, Parts
@@ -22,7 +22,6 @@ from spec_runtime.loop.options import CallOptions, read_options
 from spec_runtime.loop.proposer import OpenedDrafter, Proposer
 from spec_runtime.loop.reading import read_chunks, read_result, read_steps, read_texts
 from spec_runtime.loop.result import Chunk, GenerationResult
-from spec_runtime.loop.rows_file import RowsOwner
 from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import Target, Wants
 from spec_runtime.proposers.constrained import ConstrainedProposer
@@ -251,16 +250,17 @@ class Engine:
                 param="strict",
             )
         params.require_tokens_below(self.target.vocab_size)
+        tools = checked_tools(request.tools) if request.tools else None
         ids = self.encode(
             prompt,
             request.raw,
             request.system,
-            tools=request.tools,
+            tools=tools,
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
             template_kwargs=request.template_kwargs,
         )
-        return make_call(self.tokenizer, ids, request, self.target.vocab_size)
+        return make_call(self.tokenizer, ids, request, tools, self.target.vocab_size)
 
     def answering(self, call: Call) -> Answering:
         """Returns what answers a prepared call, once."""
@@ -302,43 +302,6 @@ class Engine:
                 param="prompt",
             )
         return ids
-
-    def save_conversation(
-        self, path: str | Path, messages: Sequence[Message] | None = None
-    ) -> None:
-        """Writes a conversation to a safetensors file: its messages, and tokens and KV of its rows.
-
-        `messages` say which; of their rows, those that are kept are written. None is the
-        conversation answered last, without messages. `load_conversation` takes it up again, in this
-        process or another. Waits for its turn, as `generate` does.
-
-        Raises UserError if the engine was loaded without kept_mb, if there are no messages and
-        nothing was answered since another engine used the target, and for messages that `generate`
-        refuses or that take more than 1 MB; OSError if the file cannot be written.
-        """
-        conversations, owner = self.conversations, self._rows_owner()
-        tokens = None if messages is None else self.encode(messages)
-        with self.target.lock.hold():
-            conversations.save(Path(path), owner, tokens, messages or ())
-
-    def load_conversation(self, path: str | Path) -> list[Message]:
-        """Reads a conversation that `save_conversation` wrote and returns its messages; the next
-        call that begins like it goes on from its rows.
-
-        Raises UserError for a file of another bundle or drafter or one that is damaged, if it
-        takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
-        file.
-        """
-        conversations, owner = self.conversations, self._rows_owner()
-        with self.target.lock.hold():
-            return conversations.load(Path(path), owner)
-
-    def _rows_owner(self) -> RowsOwner:
-        if not self.conversations.max_bytes or not self.lanes.has_source:
-            raise UserError(
-                "got an engine that keeps no conversations, expected one of load(…, kept_mb=…)"
-            )
-        return RowsOwner(self.lanes.source.bundle_hash, self.drafter)
 
     def cancel(self) -> None:
         """Ends the generation that is running on this engine, if one is, from any thread.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.interruption import Interrupted, Interruption
@@ -83,11 +84,13 @@ class Call:
             self._is_left.wait()
 
 
-def make_call(codec: Codec, prompt: list[int], request: Request, num_logits: int) -> Call:
+def make_call(
+    codec: Codec, prompt: list[int], request: Request, tools: Tools | None, num_logits: int
+) -> Call:
     """Returns the call of an encoded prompt, whose grammar is left to `Call.compile`."""
     params = request.sampling
     text = TextStream(codec.decode, params.stop, prompt)
-    form = form_of(codec, prompt, request.tools)
+    form = form_of(codec, prompt, tools)
     eos = () if params.ignore_eos else codec.eos
     stop_ids = frozenset([*params.stop_token_ids, *eos])
     if (grammar := params.grammar) is None:

@@ -28,14 +28,10 @@ class ManyAnswers(Protocol):
 
 
 class Source(Protocol[E]):
-    """Opens more of the same bundle, see load.DrafterOpener; `bundle_hash` is the SHA-256 of its
-    manifest, and `names` are those of the drafters."""
+    """Opens more of the same bundle, see load.DrafterOpener; `names` are those of the drafters."""
 
     @property
     def names(self) -> Sequence[str]: ...
-
-    @property
-    def bundle_hash(self) -> str: ...
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
 

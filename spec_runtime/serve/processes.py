@@ -78,7 +78,7 @@ class ServedBundles:
 
     def open(self) -> ASGIApp:
         # here: they import prometheus_client
-        from spec_runtime.serve.app import make_app_of
+        from spec_runtime.serve.app import make_app
         from spec_runtime.serve.metrics import Metrics
         from spec_runtime.serve.models import Model, Models
         from spec_runtime.serve.responses.store import ResponseStore
@@ -98,7 +98,7 @@ class ServedBundles:
         if len(opens) == 1:
             models.add_open(opens[0]())
         set_up_logs()
-        return EndingApp(make_app_of(models, self.settings))
+        return EndingApp(make_app(models, self.settings))
 
     def _open_one(self, bundle: ServedBundle, metrics: Metrics, kept: ResponseStore) -> Service:
         from spec_runtime.serve.service import Service
