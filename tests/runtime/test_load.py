@@ -13,6 +13,7 @@ from toy_bundle import SCRATCH, write_bundle
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundle
+from spec_runtime.loop import answering
 from spec_runtime.trees.budget import Budget, Grown, Static
 
 pytestmark = pytest.mark.usefixtures("toy_graphs")
@@ -220,7 +221,7 @@ def test_only_what_a_bundle_expects_something_of_is_judged(
     num_warnings: int,
 ) -> None:
     """The toy drafter is always right, which is suspicious."""
-    monkeypatch.setattr(spec_runtime.engine, "JUDGED_STEPS", 8)
+    monkeypatch.setattr(answering, "JUDGED_STEPS", 8)
     folder = write_bundle(tmp_path, ("parallelspec",), expected=expected)
     loaded = spec_runtime.load(folder)
     engines = [loaded, loaded.with_drafter("prompt_lookup"), loaded.with_drafter("none")]
