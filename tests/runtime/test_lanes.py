@@ -27,6 +27,7 @@ from spec_runtime.pace.row_budget import (
     FIRST_REST,
     LEARNT_PASSES,
     PROBE_STEPS,
+    SHARED_ROWS,
     Gain,
     Line,
     RowBudget,
@@ -423,6 +424,23 @@ def test_passes_are_reported() -> None:
     assert all(each.granted <= each.drafted and each.rows >= each.lanes for each in passes)
 
 
+def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
+    engine = toy_engine("prompt_lookup")
+    alone = [step.num_drafted for step in engine.steps(PROMPTS[7], max_new_tokens=40)]
+    batch = Batch(engine, len(PROMPTS))
+    for call in [engine.prepare(prompt, max_new_tokens=40) for prompt in PROMPTS]:
+        lane = batch.lane_for(call)
+        assert lane is not None
+        batch.begin(lane, None, call)
+    most = 0
+    while batch.num_active == len(PROMPTS):
+        for _, chunk in batch.turn():
+            assert isinstance(chunk, Chunk)
+            most = max(most, chunk.num_drafted)
+    batch.close()
+    assert 0 < most <= SHARED_ROWS // len(PROMPTS) - 1 < max(alone)
+
+
 def test_static_trees_are_cut_to_their_first_paths() -> None:
     budget = Budget.static([(0,), (1,), (0, 0), (0, 0, 0)])
     assert budget.at_most(9) is budget
@@ -483,9 +501,11 @@ def test_prompts_beside_others_fill_up_what_a_pass_may_take(max_gap: float, is_s
     )
 
 
-@pytest.mark.parametrize("reason", ["timeout", "cancelled"])
+@pytest.mark.parametrize(
+    ("reason", "is_ended"), [("timeout", False), ("cancelled", True), ("cancelled", False)]
+)
 def test_a_call_that_ends_within_a_step_says_why(
-    reason: str, monkeypatch: pytest.MonkeyPatch
+    reason: str, is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a grammar's mask takes too long; the answer so far is kept."""
     engine = toy_engine("prompt_lookup")
@@ -498,9 +518,9 @@ def test_a_call_that_ends_within_a_step_says_why(
     def interrupted(token: int, budget: Budget) -> Any:
         drafts.append(token)
         if len(drafts) == 3:
-            if reason == "cancelled":
+            if is_ended:
                 call.end()
-            wait_until(lambda: call.interruption.reason is not None)
+            wait_until(lambda: call.interruption.reason is not None or reason == "cancelled")
             raise Interrupted
         return drafting(token, budget)
 
