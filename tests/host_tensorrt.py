@@ -1,6 +1,6 @@
 """Imitates TensorRT's runtime over `HostCuda`, for plans run only on a GPU.
 
-TensorRT-RTX really parses graphs and builds plans without one (tests/export/test_tensorrt_plans.py);
+TensorRT-RTX really parses graphs and builds plans without one (export/test_tensorrt_plans.py);
 nothing but this stands in for the engines and contexts that our backend drives. An engine runs its
 graph on ONNX Runtime, at the addresses and shapes that its context was given when the work was put
 on the stream. What the real ones leave undefined is an error.

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,24 +148,12 @@ buffers = [spec for spec in graph.inputs if spec.name.startswith("kv.")]
 print(min(backend.buffers[spec.name].numpy().nbytes for spec in buffers))
 """
 
-# Generates with each drafter, which sees zeros in place of the junk that nothing has computed.
+# Generates with each drafter.
 GENERATE = """
 import ctypes, sys
-import numpy as np
 import spec_runtime
-from spec_runtime.backends.cuda.backend import CudaBackend
+from cuda_standin import zeroed
 
-run, run_keeping = CudaBackend.run, CudaBackend.run_keeping
-
-def zeros(outputs):
-    return {name: np.zeros_like(array) for name, array in outputs.items()}
-
-def keeping(*arguments):
-    outputs, kept = run_keeping(*arguments)
-    return zeros(outputs), kept
-
-CudaBackend.run = lambda *arguments: zeros(run(*arguments))
-CudaBackend.run_keeping = keeping
 mark = ctypes.CDLL("libcudart.so.13").standin_mark
 for name in sys.argv[2:]:
     mark(name.encode())
@@ -181,12 +167,7 @@ def calls(
 ) -> tuple[str, Iterator[tuple[str, list[str]]]]:
     """Runs a script over the stand-in; returns its output, and the calls after each mark."""
     log = tmp_path / "log"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=standin.environment(log),
-        capture_output=True,
-        text=True,
-    )
+    done = standin.run("-c", script, *arguments, log=log)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "runs without CUDA graphs" not in done.stderr
     sections = log.read_text().split("\nmark ")[1:]

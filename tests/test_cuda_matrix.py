@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -208,12 +206,8 @@ def runs_of(
     def runs_of(kind: str, precision: str, capability: str) -> list[GraphRun]:
         bundle = build(kind, precision)
         log = bundle.path.parent / f"{precision}-{capability}.log"
-        done = subprocess.run(
-            [sys.executable, "-m", "cuda_standin.graph_runs", str(bundle.path)],
-            env=standin.environment(log, capability, OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-        )
+        words = ("-m", "cuda_standin.graph_runs", bundle.path)
+        done = standin.run(*words, log=log, capability=capability, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr[-2000:]
         sections = read_calls(log)
         return [

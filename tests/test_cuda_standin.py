@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -94,12 +92,7 @@ def run(
     standin: StandIn, log: Path, program: str, *arguments: str
 ) -> tuple[list[str], dict[str, Calls]]:
     """Runs a program over the stand-in; returns the lines it prints, and the calls by mark."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, *arguments],
-        env=standin.environment(log),
-        capture_output=True,
-        text=True,
-    )
+    done = standin.run("-c", BEGIN + program, *arguments, log=log)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), read_calls(log)
 

@@ -24,7 +24,6 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime import cli
 from spec_runtime.backends import BACKENDS, Runtime, open_graph
-from spec_runtime.backends.cuda import graph_cache
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.layout import Layout
 from spec_runtime.backends.shapes import axis_sizes, num_bytes, shape_of
