@@ -162,16 +162,10 @@ def test_draws_mostly_fetch_the_largest_logits(
 ) -> None:
     """Where those do not settle a draw, the whole row is fetched; tokens are the same."""
     from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
 
-    monkeypatch.setattr(
-        make_bundle, "sampling_graph", partial(make_bundle.sampling_graph, most=num_top)
-    )
-    folder = make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
-        )
-    )
+    sampling_graph = partial(make_bundle.sampling_graph, most=num_top)
+    monkeypatch.setattr(make_bundle, "sampling_graph", sampling_graph)
+    folder = workshop.build(tmp_path / "bundle", precision="fp16", device="cuda")
     engine, expected = load(folder, drafter="none"), on_cpu(folder, drafter="none")
     num_rows = num_tokens = 0
     for seed in range(4):
@@ -250,27 +244,15 @@ class Watched(ProposerWrapper):
         return tree
 
 
-def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
-    return model
-
-
 @pytest.fixture(scope="module")
 def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a bundle for CUDA whose features and states go by the host."""
     from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("keep_target", "keep_drafter"):
-            patch.setattr(make_bundle, name, keep_nothing)
-        return make_bundle.build(
-            BuildOptions(
-                str(workshop.llama()),
-                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-                device="cuda",
-                out=tmp_path_factory.mktemp("cuda") / "without",
-            )
-        )
+            patch.setattr(make_bundle, name, lambda model, *rest, **named: model)
+        return workshop.build(tmp_path_factory.mktemp("without") / "b", *DRAFTERS, device="cuda")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -138,33 +138,24 @@ def test_manifests_without_plans_are_as_before() -> None:
     assert from_mapping(Graph, json.loads(json.dumps(to_json(graph))), "graph") == graph
 
 
-# ---- running, over the fakes ----
+# ---- running ----
 
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a float32 bundle for TensorRT, whose plans are a few bytes."""
-    from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
-    from spec_export.graphs import tensorrt as tensorrt_build
+    from spec_export.graphs import tensorrt as build
 
+    out, options = tmp_path_factory.mktemp("tensorrt") / "bundle", {"backend": "tensorrt"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorrt_build, "import_tensorrt", host.tensorrt)
-        patch.setattr(tensorrt_build, "build_plan", lambda *_: b"a plan")
-        return make_bundle.build(
-            BuildOptions(
-                str(workshop.llama()),
-                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-                out=tmp_path_factory.mktemp("tensorrt") / "bundle",
-                backend="tensorrt",
-                compute_capabilities=[CAPABILITY],
-            )
-        )
+        patch.setattr(build, "import_tensorrt", host.tensorrt)
+        patch.setattr(build, "build_plan", lambda *_: b"a plan")
+        return workshop.build(out, *DRAFTERS, compute_capabilities=[CAPABILITY], **options)
 
 
 @pytest.fixture
 def runtime(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCuda]:
-    """Puts a fake of CUDA's runtime under every backend that is opened, and returns it."""
+    """Puts the host under every backend that is opened; no memory is left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cuda, runtime = host.cuda()
     manifest = bundles.read(folder).manifest
@@ -591,17 +582,7 @@ def cuda_refusal() -> str:
 @pytest.mark.gpu
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
     """Compares float32 with ONNX Runtime on the CPU; only near ties may part the two."""
-    from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
-
-    folder = make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            out=tmp_path / "bundle",
-            backend="tensorrt",
-        )
-    )
+    folder = workshop.build(tmp_path / "bundle", *DRAFTERS, backend="tensorrt")
     for name in (*DRAFTERS, "none"):
         expected = spec_runtime.load(folder, name, threads=1)
         for cuda_graphs in (True, False):
