@@ -16,6 +16,7 @@ from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.dialogue.messages import Message, Tools
 from spec_runtime.dialogue.stream import TextStream
+from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.files.machine import give_back_memory, return_big_blocks
 from spec_runtime.grammar.path_masks import PathMasks
@@ -369,17 +370,18 @@ class Engine:
                 param="strict",
             )
         params.require_tokens_below(self.target.vocab_size)
+        tools = checked_tools(request.tools) if request.tools else None
         ids = self.encode(
             prompt,
             request.raw,
             request.system,
-            tools=request.tools,
+            tools=tools,
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
             template_kwargs=request.template_kwargs,
         )
         text = TextStream(self.tokenizer.decode, params.stop, ids)
-        form = form_of(self.tokenizer, ids, request.tools)
+        form = form_of(self.tokenizer, ids, tools)
         if params.grammar is None:
             return Call(ids, request, text, form)
         grammar, tokenizer, num_logits = params.grammar, self.tokenizer, self.target.vocab_size

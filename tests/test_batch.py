@@ -211,7 +211,8 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
     engine = spec_runtime.load(folder, "none", threads=1)
     batch, passes = Batch(engine, 3), list[Pass]()
     batch.on_pass = passes.append
-    batch.open_beside()
+    batch.open_beside(lambda: None)
+    batch.open_passes_beside()
     options: CallOptions = {"max_new_tokens": 6, "ignore_eos": True}
     alone = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS[:3]]
     for most in (1, 2, 3):
@@ -233,12 +234,13 @@ def test_a_graph_that_cannot_be_opened_fails_no_call(
     monkeypatch.setattr(cpu, "open_lanes", raising(UserError("no room")))
     engine = spec_runtime.load(folder, "none", threads=1)
     batch = Batch(engine, 2)
-    batch.open_beside()
+    batch.open_beside(lambda: None)
+    batch.open_passes_beside()
     calls = [engine.prepare(prompt, max_new_tokens=4) for prompt in PROMPTS[:2]]
     results = [chunk.result for _, chunk in batch.answer(calls) if chunk.result]
     batch.end_opening()
     assert len(results) == 2
-    assert "fewer answers share a pass than could: no room" in caplog.text
+    assert "fewer answers are decoded together than could be: no room" in caplog.text
 
 
 def test_a_batch_that_is_left_can_be_used_again(folder: Path) -> None:

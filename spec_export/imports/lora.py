@@ -8,18 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from itertools import compress
+from math import prod, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spec_export.model import foreign_json
 from spec_export.model.families import wrappers
 from spec_runtime.errors import UnsupportedModelError, UserError
-from spec_runtime.files import mapping
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG = "adapter_config.json"
+NAME = re.compile(r"[\w.-]+", re.ASCII)  # of modules in each other
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Ends of the names of the tensors that change a module's weight, and what they are.
@@ -60,9 +62,8 @@ class AdapterConfig:
 
     def scale(self, module: str, rank: int) -> float:
         """Returns the factor on the product of a module of this name."""
-        found = (
-            a for key, a in self.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", module)
-        )
+        ends = (f".{module}".endswith(f".{key}") for key in self.alpha_pattern)
+        found = compress(self.alpha_pattern.values(), ends)
         return next(found, self.alpha) / (sqrt(rank) if self.is_rank_stabilised else rank)
 
 
@@ -70,12 +71,7 @@ def read_config(folder: Path) -> AdapterConfig:
     """Reads an adapter's config; raises UserError if it is damaged or of a kind that is not
     supported."""
     path = folder / CONFIG
-    try:
-        said = mapping.parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; restore the file") from error
-    if not isinstance(said, dict):
-        raise UserError(f"{path}: got {type(said).__name__}, expected an object")
+    said = foreign_json.read(path, foreign_json.ADAPTER)
     if said.get("peft_type") != "LORA":
         raise UnsupportedModelError(
             f"{path}: got an adapter of type {said.get('peft_type')!r:.40}, expected LORA"
@@ -88,15 +84,29 @@ def read_config(folder: Path) -> AdapterConfig:
             f"{path}: got an adapter with {refused}, which is not supported: merge it with its "
             "base by peft's merge_and_unload and save that"
         )
-    base, alpha = said.get("base_model_name_or_path"), said.get("lora_alpha")
-    if not isinstance(alpha, (int, float)):
-        raise UserError(f"{path}: got lora_alpha {alpha!r:.40}, expected a number")
+    if said.get("lora_alpha") is None:
+        raise UserError(f"{path}: got no lora_alpha, expected a number")
     return AdapterConfig(
-        base=base if isinstance(base, str) else "",
-        alpha=alpha,
-        alpha_pattern=said.get("alpha_pattern") or {},
+        base=said.get("base_model_name_or_path") or "",
+        alpha=said["lora_alpha"],
+        alpha_pattern=_by_name(said.get("alpha_pattern") or {}, path),
         is_rank_stabilised=bool(said.get("use_rslora")),
     )
+
+
+def _by_name(pattern: Mapping[str, float], path: Path) -> dict[str, float]:
+    """Returns the numbers by the ends of modules' names, which peft takes for regular expressions.
+
+    Only plain names, with escaped dots, are read: a stranger's expression may take for ever.
+    """
+    names = {key: key.removeprefix("^").replace(r"\.", ".") for key in pattern}
+    for key, name in names.items():
+        if not NAME.fullmatch(name):
+            raise UnsupportedModelError(
+                f"{path}: got {key!r:.80} in alpha_pattern, expected names of modules: regular "
+                "expressions are not run"
+            )
+    return {names[key]: alpha for key, alpha in pattern.items()}
 
 
 class Adapter:
@@ -127,7 +137,7 @@ class Adapter:
     def vocab_size(self) -> int | None:
         """Returns the rows of an embedding that is given whole, None if there is none."""
         name = self._replaced.get(EMBEDDING)
-        return None if name is None else len(self._stored[name])
+        return None if name is None else (*self._stored[name].shape, None)[0]
 
     def merged(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         """Returns the tensor of this name with the adapter's change; `read` reads the base's."""
@@ -142,8 +152,10 @@ class Adapter:
             raise UserError(f"{self.folder}: got {name} with only a half of its LoRA matrices")
         down, up = parts["down"], parts["up"]
         is_table = self._parts[name]["down"].endswith("_A")  # an embedding's change is transposed
-        shape = [len(up), *down.shape[1:]]
-        if up.shape[1:] != down.shape[:1] or shape[:: -1 if is_table else 1] != list(weight.shape):
+        shape = [*up.shape[:1], *down.shape[1:]]
+        rank = list(up.shape[1:])
+        fits = rank == list(down.shape[:1]) and prod(rank) > 0
+        if not fits or shape[:: -1 if is_table else 1] != list(weight.shape):
             raise UserError(
                 f"{self.folder} changes {name} by {list(up.shape)} x {list(down.shape)}, the base "
                 f"model's is {list(weight.shape)}: expected the base it was trained on"
@@ -152,7 +164,13 @@ class Adapter:
         weight = weight.float() + (change.T if is_table else change)
         if "magnitude" in parts:  # DoRA (Liu et al. 2024, eq. 5)
             along = int(not is_table)
-            factor = parts["magnitude"].flatten() / weight.norm(dim=along)
+            norms, magnitude = weight.norm(dim=along), parts["magnitude"].flatten()
+            if magnitude.shape != norms.shape:
+                raise UserError(
+                    f"{self.folder}: got {len(magnitude)} magnitudes of {name}, expected "
+                    f"{len(norms)}"
+                )
+            factor = magnitude / norms
             weight = weight * factor.unsqueeze(along)
         return weight
 

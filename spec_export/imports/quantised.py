@@ -7,7 +7,6 @@ What a checkpoint says of its activations (W8A8, FP8) is not taken over: only we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_export.model import foreign_json
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files import mapping
 from spec_runtime.files.mapping import brief
 
-FIELDS = ("quantization_config", "quantization", "compression_config")  # of config.json
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word are of
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their number; from 8 on they are negative
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -66,6 +66,8 @@ def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
     """
     if not 1 < bits <= 8:
         raise UnsupportedModelError(f"got weights of {bits} bits, expected 2 to 8")
+    if words.dtype not in (torch.int32, torch.uint32):
+        raise ValueError(f"got words of {words.dtype}, expected 32-bit integers")
     is_split = bool(32 % bits)
     words = words.view(torch.int32).movedim(axis, -1)
     words = words.long() & 0xFFFFFFFF if is_split else words
@@ -92,11 +94,11 @@ def _in_place(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = 
         return scale.reshape(1, 1).expand(N, K)
     if scale.ndim == 1:
         scale = scale[:, None]
-    if block is None and (scale.shape[0] != N or K % scale.shape[1]):
-        raise ValueError(f"got scales {list(scale.shape)} of a matrix {[N, K]}")
     rows, columns = block or (1, K // scale.shape[1])
-    scale = scale.repeat_interleave(rows, 0) if rows > 1 else scale
-    return scale.repeat_interleave(columns, 1)[:N, :K]
+    if list(scale.shape) != [-(-N // rows), -(-K // columns)]:
+        raise ValueError(f"got scales {list(scale.shape)} of a matrix {[N, K]}")
+    scale = scale[torch.arange(N) // rows] if rows > 1 else scale
+    return scale[:, torch.arange(K) // columns]
 
 
 def _product(
@@ -123,7 +125,7 @@ def _product(
 
 
 def _gptq(parts: Parts) -> Tensor:
-    bits = int(parts.settings["bits"])
+    bits = parts.settings["bits"]
     scale_GN, zeros = parts.need(".scales"), parts.need(".qzeros")
     if parts.settings.get("checkpoint_format", "gptq") != "gptq_v2":
         # The first version stores one less, and where that is below 0 it borrows from the next.
@@ -171,17 +173,22 @@ def _scaled(parts: Parts) -> Tensor:
     if scale is None:
         scale = parts.need(".weight_scale")
     size = parts.settings.get("weight_block_size")
-    block = (int(size[0]), int(size[1])) if size and scale.numel() > 1 else None
+    block = (size[0], size[1]) if size and scale.numel() > 1 else None
     return _product(weight, scale, parts.tensors.get(".weight_zero_point"), block=block)
 
 
 def _mlx(parts: Parts) -> Tensor:
     own = parts.settings.get(parts.stem)
-    settings = {**parts.settings, **own} if isinstance(own, dict) else parts.settings
+    settings = parts.settings
+    if isinstance(own, dict):
+        mapping.require_types(foreign_json.QUANTISATION, own, f"{parts.stem} in config.json: ")
+        settings = {**settings, **own}
     if settings.get("mode", "affine") != "affine":
         raise UnsupportedModelError(f"got MLX weights in mode {settings['mode']}, expected affine")
     scale_NG, minimum_NG = parts.need(".scales"), parts.need(".biases")
-    q_NK = unpack(parts.need(".weight"), int(settings["bits"]), 1)
+    if scale_NG.ndim != 2 or scale_NG.shape != minimum_NG.shape:
+        raise ValueError(f"got scales {list(scale_NG.shape)}, minima {list(minimum_NG.shape)}")
+    q_NK = unpack(parts.need(".weight"), settings["bits"], 1)
     return _product(q_NK, scale_NG) + _in_place(minimum_NG, q_NK.shape)
 
 
@@ -189,19 +196,22 @@ def _bnb4(parts: Parts) -> Tensor:
     suffixes = [each for each in parts.tensors if ".quant_state." in each]
     if not suffixes:
         raise UserError(f"got {parts.stem}.weight without its quant_state")
-    state = json.loads(bytes(parts.tensors[suffixes[0]].tolist()))
+    state = mapping.parse_json(bytes(parts.tensors[suffixes[0]].tolist()))
+    mapping.require_types(foreign_json.MATRIX, state, f"{suffixes[0]}: ")
     absmax = parts.need(".weight.absmax")
     if absmax.dtype == torch.uint8:  # itself quantised
-        size = int(state["nested_blocksize"])
         levels, outer = parts.need(".weight.nested_quant_map"), parts.need(".weight.nested_absmax")
-        absmax = levels[absmax.long()] * outer.repeat_interleave(size)[: len(absmax)]
-        absmax = absmax + float(state["nested_offset"])
+        absmax = levels[absmax.long()] * _spread(outer, state["nested_blocksize"], len(absmax))
+        absmax = absmax + state["nested_offset"]
     packed = parts.need(".weight").flatten()
     q = torch.stack([packed >> 4, packed & 15], -1).flatten().long()
     value = parts.need(".weight.quant_map").float()[q]
-    return (value * absmax.repeat_interleave(int(state["blocksize"]))[: len(q)]).reshape(
-        state["shape"]
-    )
+    return (value * _spread(absmax, state["blocksize"], len(q))).reshape(state["shape"])
+
+
+def _spread(scales: Tensor, size: int, count: int) -> Tensor:
+    """Returns the scales of `count` values in blocks of `size`."""
+    return scales[torch.arange(count) // size]
 
 
 def _bnb8(parts: Parts) -> Tensor:
@@ -261,8 +271,8 @@ def find(config: Mapping[str, Any], where: Path) -> tuple[Form, dict[str, Any]] 
     one of `FORMS`.
     """
     whole = [config, part] if isinstance(part := config.get("text_config"), dict) else [config]
-    found = (each[field] for each in whole for field in FIELDS if isinstance(each.get(field), dict))
-    said = next(found, None)
+    found = [each.get(field) for each in whole for field in foreign_json.QUANTISATIONS]
+    said = next((each for each in found if each is not None), None)
     if said is None:
         return None
     name, settings = _name(said), dict(said)
@@ -274,8 +284,7 @@ def find(config: Mapping[str, Any], where: Path) -> tuple[Form, dict[str, Any]] 
             "take the model's unquantised weights, or a GGUF file of it"
         )
     for group in (said.get("config_groups") or {}).values():
-        structure = (group.get("weights") or {}).get("block_structure")
-        if structure:
+        if structure := (group.get("weights") or {}).get("block_structure"):
             settings["weight_block_size"] = structure
     return FORMS[name], settings
 
@@ -351,7 +360,7 @@ class QuantisedWeights(Mapping[str, Tensor]):
         tensors = {each.removeprefix(stem): self._stored[each] for each in self._sides[name]}
         try:
             weight = self._form.dequantise(Parts(stem, tensors, self._settings))
-        except (RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (RuntimeError, LookupError, TypeError, ArithmeticError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(

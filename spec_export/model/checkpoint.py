@@ -83,12 +83,16 @@ def read_pickled(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _short(names: Iterable[str], path: Path) -> list[str]:
-    """Returns names that messages may repeat; raises UserError if one is too long for that."""
+    """Returns names that messages may repeat; raises UserError if one is not fit for that."""
     found = list(map(str, names))
-    if too_long := next((name for name in found if len(name) > annex.gguf_header.MAX_NAME), None):
+    odd = (
+        name for name in found if len(name) > annex.gguf_header.MAX_NAME or not name.isprintable()
+    )
+    if name := next(odd, None):
         raise UserError(
-            f"{path} holds a tensor of a name of {len(too_long)} characters, expected "
-            f"at most {annex.gguf_header.MAX_NAME}: {too_long:.40}...; download or convert it again"
+            f"{path} holds a tensor of a name of {len(name)} characters, expected at most "
+            f"{annex.gguf_header.MAX_NAME} that can be printed: {name!r:.40}...; download or "
+            "convert it again"
         )
     return found
 
@@ -174,7 +178,11 @@ class Sound(Mapping[str, Tensor]):
     def whole(self) -> dict[str, Tensor]:
         """Returns all tensors in float32, with memory of their own; a UserError names the first of
         all that are wrong."""
-        tensors = {name: self._tensors[name].to(torch.float32, copy=True) for name in self.shapes}
+        stored = {name: self._tensors[name] for name in self.shapes}
+        tensors = {
+            name: each.to(torch.float32 if each.is_floating_point() else each.dtype, copy=True)
+            for name, each in stored.items()
+        }
         require_sound(self._where, tensors, self.shapes)
         return tensors
 
@@ -189,6 +197,8 @@ def require_sound(
         if tensor.shape != shapes[name]
     }
     require_none(where, "the weights hold", "of another shape than the config's", wrong)
+    wrong = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    require_none(where, "the weights hold", "of whole or complex numbers", wrong)
     wrong = {
         name
         for name, tensor in tensors.items()

@@ -27,6 +27,7 @@ from spec_runtime.files.mapping import brief
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of this many rows
+MAX_TABLE = 1 << 29  # numbers of a rotary table; a million tokens have 2**26
 COUNTS = (  # of a transformers config
     "vocab_size",
     "hidden_size",
@@ -260,7 +261,7 @@ def _require_supported_rope(raw: Any, rope: Any, family: Family) -> None:
     unknown = sorted(map(str, set(rope) - ROPE_FIELDS - family.fields))
     if unknown:
         raise UnsupportedModelError(
-            f"got rotary parameter '{unknown[0]:.40}' in the config, which is not supported: "
+            f"got rotary parameter {unknown[0]!r:.40} in the config, which is not supported: "
             f"expected {', '.join(sorted(ROPE_FIELDS))}"
         )
     theta: Any = rope.get("rope_theta")
@@ -319,8 +320,19 @@ def _rotary_table(raw: Any, config: DecoderConfig, name: str) -> tuple[Tensor, T
     else:
         # Only longrope reads seq_len, to pick the long factors above the original context.
         layer_type = (name or FULL) if has_tables_by_kind(raw) else None
-        frequency, factor = ROPE_INIT_FUNCTIONS[kind](
-            raw, torch.device("cpu"), seq_len=config.max_length, layer_type=layer_type
+        try:
+            frequency, factor = ROPE_INIT_FUNCTIONS[kind](
+                raw, torch.device("cpu"), seq_len=config.max_length, layer_type=layer_type
+            )
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"got rotary parameters {rope!r:.80}: {brief(error)}") from error
+    if not (frequency.isfinite().all() and math.isfinite(factor)):
+        raise UserError(f"got rotary parameters {rope!r:.80}, expected finite frequencies")
+    if config.rows * len(frequency) > MAX_TABLE:
+        raise UserError(
+            f"got a context of {config.max_length} tokens, whose rotary table has "
+            f"{config.rows * len(frequency):.2g} numbers, expected at most {MAX_TABLE:.2g}: give "
+            "a shorter --max-length"
         )
     angle = torch.arange(config.rows, dtype=torch.float32)[:, None] * frequency.float()[None, :]
     return (angle.double().cos() * factor).float(), (angle.double().sin() * factor).float()

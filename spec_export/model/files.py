@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spec_export.model import annex
+from spec_export.model import annex, foreign_json
 from spec_export.model.families import FAMILIES, require_known, wrappers
 from spec_runtime.errors import UnsupportedModelError, UserError
-from spec_runtime.files import mapping
-from spec_runtime.files.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # Medusa's; the first that is there
@@ -79,9 +77,9 @@ def require(model: str) -> None:
 def require_whole(folder: Path) -> dict[str, Any]:
     """Returns what a folder's config.json says; raises UserError unless the folder holds a whole
     model of a family that is known, which needs no code of its own."""
-    config = read_object(folder / "config.json")
+    config = foreign_json.read_object(folder / "config.json")
     model_type = wrappers.model_type(config)
-    if "auto_map" in config and model_type not in FAMILIES:
+    if "auto_map" in config and str(model_type) not in FAMILIES:
         raise UnsupportedModelError(
             f"{folder} needs code of its own (auto_map in config.json), which is never run; "
             f"expected a model of type {', '.join(FAMILIES)}"
@@ -91,13 +89,17 @@ def require_whole(folder: Path) -> dict[str, Any]:
             f"{folder} holds an adapter (adapter_config.json), expected a whole model: name the "
             "adapter's folder on this machine with --model"
         )
-    if isinstance(model_type, str):
-        require_known(model_type)
+    require_known(model_type)
     _require_shards(folder)
     weight_files(folder, None)
+    require_tokenizer(folder)
+    return foreign_json.read(folder / "config.json", foreign_json.CONFIG)
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raises UserError if the tokenizer's config is damaged."""
     if (folder / "tokenizer_config.json").is_file():
-        read_object(folder / "tokenizer_config.json")
-    return config
+        foreign_json.read(folder / "tokenizer_config.json", foreign_json.TOKENIZER)
 
 
 def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
@@ -116,17 +118,6 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
     return files
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Returns what a file of JSON says; raises UserError unless it is an object."""
-    try:
-        value = mapping.parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; restore the file") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: got {type(value).__name__}, expected an object")
-    return value
-
-
 def _foreign(folder: Path) -> str:
     """Returns what a folder without weights of ours holds instead, such as " (ONNX graphs)"."""
     for pattern, what in FOREIGN.items():
@@ -142,13 +133,13 @@ def _require_shards(folder: Path) -> None:
         if not list(folder.glob(pattern)):
             continue
         for index in folder.glob(f"{pattern.replace('*', '')}.index.json"):
-            named = read_object(index).get("weight_map")
-            if not isinstance(named, dict) or not named:
+            named = foreign_json.read(index, foreign_json.INDEX).get("weight_map")
+            if not named:
                 raise UserError(
-                    f"{index}: got weight_map {brief(named)}, expected the file of each tensor; "
-                    "download the index again"
+                    f"{index}: got no weight_map, expected the file of each tensor; download the "
+                    "index again"
                 )
-            files = {str(file) for file in named.values()}
+            files = set(named.values())
             lost = sorted(file for file in files if not (folder / file).is_file())
             if lost:
                 raise UserError(

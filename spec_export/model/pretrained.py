@@ -19,10 +19,10 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from spec_export.model import annex, checkpoint, decoder, named_templates
+from spec_export.model import annex, checkpoint, decoder, foreign_json, named_templates
 from spec_export.model.checkpoint import ModelTensors, SafetensorsFiles, Sound, require_none
-from spec_export.model.families import FAMILIES, wrappers
-from spec_export.model.files import read_object, require_whole, weight_files
+from spec_export.model.families import EXPERTS, FAMILIES, wrappers
+from spec_export.model.files import require_tokenizer, require_whole, weight_files
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
 
@@ -54,7 +54,7 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
             else AutoConfig.from_pretrained(str(folder), **OPTIONS)
         )
     config = wrappers.text_config(config)
-    for field in annex.quantised.FIELDS if form else ():
+    for field in foreign_json.QUANTISATIONS if form else ():
         if hasattr(config, field):
             delattr(config, field)  # by which transformers would ask for another library
     decoder.require_supported(config)
@@ -72,7 +72,9 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
 
     if gguf_file:
         return _read_gguf_tokenizer(folder / gguf_file)
-    if not (folder / annex.lora.CONFIG).is_file():
+    if (folder / annex.lora.CONFIG).is_file():
+        require_tokenizer(folder)
+    else:
         require_whole(folder)
     with _reading(folder, "the tokenizer of "):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **OPTIONS)
@@ -155,15 +157,9 @@ def read_generation_config(folder: Path, gguf_file: str | None) -> Any | None:
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
-    read_object(path)
+    foreign_json.read(path, foreign_json.GENERATION)
     with _reading(path):
-        found = GenerationConfig.from_pretrained(str(folder))
-    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        value = getattr(found, name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise UserError(f"{path}: got {name} {value!r:.80}, expected ids of 0 or more")
-    return found
+        return GenerationConfig.from_pretrained(str(folder))
 
 
 def open_model(
@@ -289,7 +285,8 @@ def quantised_weights(folder: Path, gguf_file: str | None) -> Any | None:
     """
     if gguf_file:
         return None
-    form = annex.quantised.find(read_object(folder / "config.json"), folder)
+    config = foreign_json.read(folder / "config.json", foreign_json.CONFIG)
+    form = annex.quantised.find(config, folder)
     if form is None:
         return None
     files = weight_files(folder, None)
@@ -311,10 +308,15 @@ def _require_weights_for(config: Any, files: list[Path]) -> None:
 
     transformers would make the rest up, which may take more memory than there is.
     """
-    family = FAMILIES[config.model_type]
+    family, D = FAMILIES[config.model_type], config.hidden_size
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or D // heads
     products = (2 if family.mlp == "plain" else 3) * getattr(config, family.width)
-    layer = config.hidden_size * (config.hidden_size + products)
-    least = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
+    least = (config.vocab_size + config.num_hidden_layers * products) * D
+    for kind in family.layers(config):
+        least += D * (2 * heads * head_dim if kind.mixer == "attention" else D)
+        if kind.mlp == "experts":  # rows of a router
+            least += D * next(filter(None, (getattr(config, name, None) for name in EXPERTS)))
     size = sum(file.stat().st_size for file in files)
     if least * MIN_BITS > size * 8:
         raise UserError(

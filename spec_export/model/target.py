@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,16 +91,16 @@ def _with_base(folder: Path, base: str | None, report: Report) -> Source:
     named = base or annex.lora.read_config(folder).base
     if not named:
         raise UserError(f"{folder} is an adapter that names no base model: name it with --base")
-    if base is None and not Path(named).exists() and (folder / named).exists():
+    if base is None and not os.path.exists(named) and (folder / named).exists():
         named = str(folder / named)
+    if os.path.isfile(os.path.join(named, annex.lora.CONFIG)):
+        raise UserError(f"{folder} is an adapter of {named}, an adapter itself: merge that first")
     try:
         source = resolve(named, report)
     except UserError as error:
         raise UserError(
             f"{folder} is an adapter of {named}: {error}; name its base model with --base"
         ) from error
-    if source.adapter is not None:
-        raise UserError(f"{folder} is an adapter of {named}, an adapter itself: merge that first")
     return replace(source, name=folder.resolve().name.lower(), adapter=folder)
 
 

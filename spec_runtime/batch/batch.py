@@ -6,10 +6,10 @@ What a call gets does not depend on who shares its passes.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +54,9 @@ class Pass:
 class Batch:
     """Decodes up to `parallel` calls together, a pass for all of them.
 
-    Lanes are opened when first used. The graphs of shared passes are, too, unless `open_beside`
-    has them opened by a thread: then lanes run by themselves meanwhile, or a few together.
+    Lanes and the graphs of shared passes are opened when first used. After `open_beside` threads
+    open them, and no call waits for what it does not need: others go on while a lane is opened,
+    and lanes run by themselves, or a few together, until there are graphs for more.
     Prompts are read in chunks that ride along with what others decode, as many rows as a pass
     of `max_gap` seconds has room for; the prompt that came first gets half of them. Where
     several decode, a RowBudget hands out the rows of their trees. One thread uses it at a time.
@@ -71,7 +72,9 @@ class Batch:
             engine.share_rows()
         self._engine, self._max_gap = engine, max_gap
         self._passes = engine.passes if parallel > 1 else None
-        self._opener: threading.Thread | None = None  # of their graphs
+        self._openers: ThreadPoolExecutor | None = None  # of lanes, and of the passes' graphs
+        self._opening: dict[Lane | None, Future[None]] = {}  # None: those graphs
+        self._on_open: Callable[[], None] = lambda: None
         self._awaited: WeakKeyDictionary[Call, Call] = WeakKeyDictionary()  # see `lane_for`
         self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
@@ -95,24 +98,37 @@ class Batch:
         if self._passes is not None:
             self._passes.open(self._engine.target.lend()[0], self.parallel)
 
-    def open_beside(self) -> None:
-        """Lets a thread open the graphs of shared passes, once. Passes take as many lanes as there
-        are graphs for so far: no call waits, nor fails where a graph cannot be opened."""
-        if self._passes is not None and self._opener is None:
-            self._opener = threading.Thread(target=self._open_beside, name="spec_runtime.open")
-            self._opener.start()
+    def open_beside(self, on_open: Callable[[], None]) -> None:
+        """Has threads open what is needed from now on; `on_open` is told of each lane. Where one or
+        a graph cannot be opened no call fails: fewer are then decoded together."""
+        self._openers, self._on_open = ThreadPoolExecutor(2, "spec_runtime.open"), on_open
 
-    def _open_beside(self) -> None:
-        try:
-            self.open_passes()
-        except Exception as error:
-            log.warning("fewer answers share a pass than could: %s", error)
+    def open_passes_beside(self) -> None:
+        """Has a thread do what `open_passes` does, once."""
+        if self._passes is not None:
+            self._open(None, self.open_passes)
 
     def end_opening(self) -> None:
-        """Waits for the thread of `open_beside`, which opens no further graph."""
-        if self._passes is not None and self._opener is not None:
+        """Waits for the threads of `open_beside`, which open nothing further."""
+        if self._passes is not None:
             self._passes.closing.set()
-            self._opener.join()
+        if self._openers is not None:
+            self._openers.shutdown(cancel_futures=True)
+
+    def _open(self, what: Lane | None, work: Callable[[], object]) -> Future[None]:
+        """Has a thread open a lane, or the graphs of passes, once; returns what ends with that."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                log.warning("fewer answers are decoded together than could be: %s", error)
+            self._on_open()
+
+        if what not in self._opening:
+            assert self._openers is not None, "`open_beside` comes first"
+            self._opening[what] = self._openers.submit(run)
+        return self._opening[what]
 
     def lane_for(self, call: Call) -> Lane | None:
         """Returns the free lane that has most of the prompt's rows, or None where the call has to
@@ -124,8 +140,13 @@ class Batch:
         reads = [lane.call for lane in self._order if lane.call and _share(lane, call)]
         if reads and self._awaited.setdefault(call, reads[0]) in reads:
             return None
+        closed = [lane for lane in free if self._openers is not None and not lane.is_open]
+        free = [lane for lane in free if lane not in closed]
         untaken = [lane for lane in free if not lane.is_taken]
-        if untaken or self._order:
+        is_opening = False
+        if closed and not untaken:
+            is_opening = not self._open(closed[0], lambda: closed[0].engine).done()
+        if untaken or self._order or is_opening:
             free = untaken
         return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
 
@@ -160,8 +181,8 @@ class Batch:
         self._cycle_begun = now if len(asking) > 1 else 0.0
         most = 1
         if self._passes is not None:
-            opener, passes = self._opener, self._passes
-            most = passes.max_lanes if opener is None else passes.most_open
+            passes, is_beside = self._passes, self._openers is not None
+            most = passes.most_open if is_beside else passes.max_lanes
         num_groups = -(-len(asking) // most)
         for group in range(num_groups):
             lanes = asking[group::num_groups]

@@ -48,7 +48,7 @@ class Lane:
     @property
     def is_taken(self) -> bool:
         """Says whether others hold the target, or wait for it, and a call would wait for them."""
-        return self._is_open and not self.engine.target.lock.is_free_for_thread
+        return self.is_open and not self.engine.target.lock.is_free_for_thread
 
     @property
     def cuts_trees(self) -> bool:
@@ -63,10 +63,11 @@ class Lane:
 
     def num_common(self, prompt: list[int]) -> int:
         """Returns how many tokens at the beginning of the prompt this lane has rows of."""
-        return self.engine.num_common(prompt) if self._is_open else 0
+        return self.engine.num_common(prompt) if self.is_open else 0
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
+        """Says whether it has its caches."""
         return self._number <= self._primary.num_lanes
 
     @property

@@ -9,19 +9,19 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 from spec_runtime.files.mapping import parse_json
-from spec_runtime.grammar.json_schema import resolved
+from spec_runtime.grammar.json_schema import References
 
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
 _KEY = re.compile(r'[^<>"\n]{1,128}')
 _SPACE = re.compile(r"\s*")
 _OBJECT, _TAG = re.compile(r"(?={)"), re.compile(r"(?=<)")
 _QUOTE = '<|"|>'  # Gemma 4's, around strings
-_BARE_KEY = re.compile(r"[\w.$-]+(?=\s*:)")
-_MAX_DEPTH = 8  # of references and alternatives in a schema
+_BARE_KEY = re.compile(r"(?<![\w.$-])[\w.$-]++(?=\s*+:)")
+_MAX_DEPTH = 32  # of references and alternatives in a schema
 
 Piece = str | re.Pattern[str]  # a fixed text, or whatever fits a pattern
 
@@ -159,12 +159,16 @@ MARKS = frozenset(
     for piece in (*form.head, *(form.parameters.opening if form.parameters else ()))
     if isinstance(piece, str)
 ) | {*OPENINGS, *CLOSINGS, _DSML, "</arg_value>", "[ARGS]", "[CALL_ID]", _QUOTE, "<|role_sep|>"}
-_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-# A text between Gemma's quotes is whole before its comma counts, and so is the quote.
-_LITERAL = re.compile(
-    rf"""<\|"\|>.*?<\|"\|>|<(?!\|"|\|?\Z)|{_STRING}|[][(){{}},]|[^][(){{}},'"<]+""", re.DOTALL
-)
-_SKIPPED = re.compile(rf"(?:{'|'.join(map(re.escape, WRAPPERS))}|\s)*")
+# What a literal is searched for: outside of quotes, and inside of each kind of them.
+_INSIDE = {
+    "": re.compile(r"""[][(){},']|(?<!<\|)"|<\|"\|>"""),
+    "'": re.compile(r"\\.|'", re.DOTALL),
+    '"': re.compile(r'\\.|"', re.DOTALL),
+    _QUOTE: re.compile(re.escape(_QUOTE)),
+}
+# Marks that stand before a call; what is longer has none after it.
+RUN = rf"(?:(?:{'|'.join(map(re.escape, WRAPPERS))})\s{{0,100}}){{1,8}}"
+_SKIPPED = re.compile(rf"\s{{0,100}}(?:{RUN})?")
 
 
 def after_wrappers(text: str, at: int) -> int:
@@ -200,16 +204,30 @@ def read_pieces(
     return name, at
 
 
-def end_of_literal(text: str, begin: int) -> int | None:
-    """Returns where the value that begins there ends, Python's or Gemma's: at a comma or a bracket
-    that is not inside of it. Returns None if its end has still to come."""
-    at, depth = begin, 0
-    while found := _LITERAL.match(text, at):
-        if depth == 0 and found[0] in ",)]}":
-            return at
-        depth += (found[0] in "([{") - (found[0] in ")]}")
-        at = found.end()
-    return None
+class LiteralEnd:
+    """Finds the end of a value, Python's or Gemma's, that begins at this place of a text: a comma
+    or a bracket that is not inside of it."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = self._at = begin
+        self._depth, self._quote = 0, ""
+
+    def find(self, text: str) -> int | None:
+        """Returns the end, None if it has still to come. The text is that of the last call, and
+        what has come since; no more than that is read."""
+        while found := _INSIDE[self._quote].search(text, self._at):
+            mark = found[0]
+            if self._quote:
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in _INSIDE:
+                self._quote = mark
+            elif self._depth == 0 and mark in ",)]}":
+                return found.start()
+            else:
+                self._depth += (mark in "([{") - (mark in ")]}")
+            self._at = found.end()
+        self._at = max(self._at, len(text) - len(_QUOTE) + 1)  # where a mark may have begun
+        return None
 
 
 def before_arguments(name: str) -> str:
@@ -226,16 +244,15 @@ def before_arguments(name: str) -> str:
     return "|".join((keyed, mistral, deepseek, kimi, harmony, apertus, solar))
 
 
-def typed(value: str, schema: Any, root: Any) -> Any:
+def typed(value: str, allowed: Set[str]) -> Any:
     """Returns the value of a parameter that stands as text between tags.
 
-    Reads the text as JSON, or a list or an object as Python, and returns that if the parameter's
-    schema, a part of `root`, allows its type. Otherwise, and where the schema allows strings only,
-    returns the text itself.
+    Reads the text as JSON, or a list or an object as Python, and returns that if its type is
+    `allowed`, as all are if none is named. Otherwise, and where strings alone are allowed, returns
+    the text itself.
 
-    Example: "5" is the number 5 for {"type": "integer"} and for {}, but "5" for {"type": "string"}.
+    Example: "5" is the number 5 for {"integer"} and for no types, but "5" for {"string"}.
     """
-    allowed = _types(schema, root, 0)
     if allowed == {"string"}:
         return value
     plain = value.strip()
@@ -256,21 +273,40 @@ _KINDS: dict[type, set[str]] = {
 }
 
 
-def _types(schema: Any, root: Any, depth: int) -> set[str]:
-    """Returns the types that a schema allows, an empty set if it allows any."""
+def parameter_types(schema: Mapping[str, Any]) -> dict[str, Set[str]]:
+    """Returns the types that a tool's schema allows for each parameter, none if it allows any.
+    Takes as long as the schema is, whatever refers to what in it."""
+    properties, references = schema.get("properties"), References(schema)
+    known: dict[int, Set[str]] = {}
+    if not isinstance(properties, Mapping):
+        return {}
+    return {key: _types(each, references, known, 0) for key, each in properties.items()}
+
+
+def _types(schema: Any, references: References, known: dict[int, Set[str]], depth: int) -> Set[str]:
+    """Returns the types that a schema allows, asks and fills `known` by the schemas' identities."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return set()
+        return frozenset()
+    if id(schema) not in known:
+        known[id(schema)] = frozenset()  # of one that is an alternative of itself
+        known[id(schema)] = _types_of(schema, references, known, depth + 1)
+    return known[id(schema)]
+
+
+def _types_of(
+    schema: Mapping[str, Any], references: References, known: dict[int, Set[str]], depth: int
+) -> Set[str]:
     named, values = schema.get("type"), schema.get("enum", [schema.get("const", ...)])
     if isinstance(named, str):
         return {named}
     if isinstance(named, list):
         return {each for each in named if isinstance(each, str)}
     if isinstance(values, list) and values != [...]:
-        return set[str]().union(*(_KINDS[type(each)] for each in values))
+        return set[str]().union(*(_KINDS[kind] for kind in set(map(type, values))))
     if isinstance(schema.get("$ref"), str):
-        return _types(resolved(schema, root), root, depth + 1)
+        return _types(references.resolved(schema), references, known, depth)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            parts = [_types(each, root, depth + 1) for each in schema[key]]
+            parts = [_types(each, references, known, depth) for each in schema[key]]
             return set[str]().union(*parts) if all(parts) else set()
     return set()

@@ -17,11 +17,11 @@ from spec_runtime.dialogue.call_forms import (
     MISTRAL,
     OPENINGS,
     PYTHON,
-    WRAPPERS,
+    RUN,
     CallForm,
+    LiteralEnd,
     Parameters,
     after_wrappers,
-    end_of_literal,
     read_pieces,
     typed,
 )
@@ -30,18 +30,19 @@ from spec_runtime.dialogue.stream import overlap
 from spec_runtime.dialogue.tools import ToolCall, checked_tools, require_family
 
 _MARKERS = (*OPENINGS, "```")
-_RUN = rf"(?:(?:{'|'.join(map(re.escape, WRAPPERS))})\s*)+"
-_MARKER = re.compile("|".join([_RUN, *map(re.escape, OPENINGS), r"```\w*"]))
+_MARKER = re.compile("|".join([RUN, *map(re.escape, OPENINGS), r"```\w{0,30}"]))
 _SPACE = re.compile(r"\s*")
+_FEW_SPACES = re.compile(r"\s{0,1000}")  # within a call; more of them end it
 
 # The beginning of a call: `{"name": "f", "arguments": `, with further keys before.
 _KEY = re.compile(r'\s*"(\w+)"\s*:\s*(?=\S)')
 _BEGUN_KEY = re.compile(r'\s*(?:"\w*(?:"\s*(?::\s*)?)?)?\Z')
-_STRING = r'"(?:[^"\\]|\\.)*'
+_STRING = r'"(?:[^"\\]|\\.){0,1000}'
 _VALUE = re.compile(rf'\s*({_STRING}"|[\w.+-]+)\s*([,}}])')
 _BEGUN_VALUE = re.compile(rf'\s*(?:{_STRING}(?:\\|"\s*)?|[\w.+-]*\s*)\Z')
 _NAME_KEYS = ("name", "tool_name")
-_MAX_HEAD = 1000  # characters of that beginning
+_MAX_HEAD = 1000  # characters of that beginning, within which each of its strings begins
+_MAX_HELD = 2 * _MAX_HEAD  # characters that wait for what follows to say what they are
 
 # What stands between two calls: the rest of the first one's object, separators, closing marks.
 _MEMBER = rf',\s*"\w+"\s*:\s*(?:{_STRING}"|[\w.+-]+)(?=\s*[,}}])'
@@ -111,6 +112,9 @@ class CallReader:
 
     Example: "Let me", " see. <tool", '_call>{"name": "now", "arguments": {', "}}</tool_call>" give
     the texts "Let me" and " see.", the call "now", and the arguments "{" and "}".
+
+    A push takes as long as its own text is, however much came before: what is read is not read
+    again, and at most `_MAX_HELD` characters wait for what follows them.
     """
 
     def __init__(
@@ -122,14 +126,13 @@ class CallReader:
     ) -> None:
         require_family(family)
         self._is_named = family == "mistral"  # whose calls may be names before their arguments
-        self._schemas: dict[str, Any] | None = None  # of the tools' parameters
-        if tools is not None:
-            functions = [tool["function"] for tool in checked_tools(tools)]
-            self._schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        # types of the tools' parameters
+        self._types = None if tools is None else checked_tools(tools).types
         self._at_most, self._streams = at_most, streams
         self._text = ""
         self._at = 0  # up to here it is read
         self._sent = 0  # up to here it is given out, or left out
+        self._blank = 0  # from there to here is nothing but white space
         self._is_end = False
         self._is_begin = True  # nothing but white space was read
         self._is_fenced = False  # whether the last call stands in a fenced block
@@ -137,15 +140,19 @@ class CallReader:
         self._num_calls = 0
         self._head = _Head(0, None, 0)  # of the call on its way
         self._depth, self._is_string = 0, False  # where `_at` is inside of it
-        self._values: list[str] = []  # its parameters so far, as members of a JSON object
+        self._is_list = True  # nothing has ended the list in which the last call stands
+        self._written: list[str] = []  # pieces of its arguments that are not given out
+        self._has_parameters = False  # among these, or those given out
         self._searched = 0  # the parameter on its way does not end before this place
-        self._num_given = 0  # characters of its arguments that are given out
+        self._literal = LiteralEnd(0)  # of that parameter
         self._parts: list[Part] = []
         self._step: Callable[[], bool] = self._read_text
 
     def push(self, text: str, is_end: bool = False) -> list[Part]:
         """Returns the parts that this text completes; at the end, also what was held back."""
-        self._text += text
+        whole, self._text = self._text, ""
+        whole += text  # in place, which Python does for a local name alone
+        self._text = whole
         self._is_end = is_end
         self._parts = []
         while self._step():
@@ -160,7 +167,7 @@ class CallReader:
         """Gives out text up to what is a call, or may be one."""
         text = self._text
         if self._is_begin:
-            begin = self._after_space(self._at)
+            begin = self._at = self._after_space(self._at)
             if begin == len(text):
                 return False
             head = self._head_at(begin, True)
@@ -185,18 +192,21 @@ class CallReader:
         text = self._text
         found = _BETWEEN.match(text, self._at)
         at = self._at if found is None else found.end()
+        self._is_list = self._is_list and "]" not in text[self._at : at]
         if self._is_fenced and text.startswith("```", at):
             self._is_fenced, self._at = False, at + 3
             return True
+        # a comma may be the beginning of a member
+        comma = text.rfind(",", max(self._at, at - _MAX_HEAD), at)
+        self._at = at if comma < 0 or text[comma + 1 : at].strip() else comma
         marks = (*CLOSINGS, *(["```"] if self._is_fenced else []))
         rest = text[at : at + _MAX_HEAD]
         if any(mark.startswith(rest) for mark in marks):  # also where nothing is left
             self._sent = len(text)
             return False
-        if _BEGUN_MEMBER.match(rest) and not self._is_end:
+        if _BEGUN_MEMBER.match(rest) and self._waits(at):
             return False
-        form = self._head.form if "]" not in text[self._at : at] else None
-        head = self._head_at(at, True, form)
+        head = self._head_at(at, True, self._head.form if self._is_list else None)
         if head is True:
             return False
         self._at = self._sent = at
@@ -207,13 +217,17 @@ class CallReader:
 
     def _read_call(self) -> bool:
         """Reads the arguments of a call whose name is known, or else its whole object."""
-        head = self._head
-        is_whole = self._find_end() if head.parameters is None else self._read_parameters()
-        arguments = self._arguments + "}" * (is_whole is True and head.parameters is not None)
+        head, begin = self._head, self._at
+        if head.parameters is None:
+            is_whole: bool | None = self._find_end()
+            self._written.append(self._text[begin : self._at])
+        else:
+            is_whole = self._read_parameters()
+            self._written += ["}"] * (is_whole is True)
         is_out = self._streams and head.name is not None and self._is_wanted
         if is_out:
-            self._give("arguments", arguments[self._num_given :])
-            self._sent, self._num_given = self._at, len(arguments)
+            self._give("arguments", "".join(self._written))
+            self._written, self._sent = [], self._at
         if not is_whole:
             if is_whole is False:
                 if not self._is_end:
@@ -222,12 +236,8 @@ class CallReader:
                 self._sent = self._at if is_out else self._sent
             self._step = self._read_text
             return True
-        if head.name is None:
-            call = _call(_parsed(arguments))
-        else:
-            is_object = isinstance(_parsed(arguments), dict)
-            call = ToolCall(head.name, arguments) if is_object else None
         if not is_out:
+            call = _call(head.name, "".join(self._written))
             if call is None or not self._is_known(call.name):
                 self._step = self._read_text
                 return True
@@ -236,13 +246,15 @@ class CallReader:
                 self._give("arguments", call.arguments_json)
         self._num_calls += 1
         self._sent, self._follows_call, self._step = self._at, True, self._read_between
+        self._is_list = True
         return True
 
     def _begin_call(self, begin: int, head: _Head) -> bool:
         self._release(begin)
         self._is_fenced = self._is_fenced or "```" in self._text[begin : head.arguments]
         self._head, self._depth, self._is_string = head, head.depth, False
-        self._values, self._num_given = [], 0
+        self._written = [] if head.parameters is None else ["{"]
+        self._has_parameters = False
         self._at = self._searched = head.arguments
         if self._streams and head.name is not None and self._is_wanted:
             self._give("call", head.name)
@@ -277,16 +289,21 @@ class CallReader:
         for form, pieces, start in heads:
             start = after if start < 0 else start
             read = read_pieces(pieces, text, start, self._may_be_known)
-            if not isinstance(read, bool):
+            if isinstance(read, bool):
+                may_come = may_come or read
+            elif read[1] - at <= _MAX_HEAD:
                 return _Head(start, *read, form=form)
-            may_come = may_come or read
-        return may_come and not self._is_end
+        return may_come and self._waits(at)
+
+    def _waits(self, begin: int) -> bool:
+        """Says whether what begins there may wait for more text."""
+        return not self._is_end and len(self._text) - begin < _MAX_HELD
 
     def _object_at(self, at: int) -> _Head | bool:
         """Does what `_head_at` does, for a call that is JSON: an object, or the first of a list."""
         text = self._text
         if text.startswith("[", at):
-            at = self._after_space(at + 1)
+            at = self._after_space(at + 1, _FEW_SPACES)
         begin, name, depth = at, None, 1
         if at == len(text):
             return not self._is_end
@@ -296,7 +313,7 @@ class CallReader:
         while at - begin < _MAX_HEAD:
             key = _KEY.match(text, at)
             if key is None:
-                return _BEGUN_KEY.match(text, at) is not None and not self._is_end
+                return _BEGUN_KEY.match(text, at) is not None and self._waits(begin)
             at = key.end()
             if key[1] in ("arguments", "parameters"):
                 if name is not None and text[at] == "{":
@@ -309,7 +326,7 @@ class CallReader:
             if key[1] not in (*_NAME_KEYS, "type", "id", "tool_call_id"):
                 return False
             if value is None:
-                return _BEGUN_VALUE.match(text, at) is not None and not self._is_end
+                return _BEGUN_VALUE.match(text, at) is not None and self._waits(begin)
             if key[1] in _NAME_KEYS:
                 name = _parsed(value[1])
                 if not self._is_known(name):
@@ -322,26 +339,29 @@ class CallReader:
     def _read_parameters(self) -> bool | None:
         """Reads the parameters that are whole and moves `_at` after them. Returns True at the end
         of the call, False if more has to come, and None for what is no parameter."""
-        text, form, schema = self._text, self._head.parameters, self._schema
+        text, form = self._text, self._head.parameters
         assert form is not None
-        properties = schema.get("properties")
+        types = (self._types or {}).get(self._head.name or "", {})
         while True:
-            at = self._after_space(self._at)
+            at = self._after_space(self._at, _FEW_SPACES)
             if form.read is not None and text.startswith(",", at):
-                at = self._after_space(at + 1)
+                at = self._after_space(at + 1, _FEW_SPACES)
             for end in form.ends:
                 if text.startswith(end, at):
                     self._at = at + len(end)
                     return True
             opened = read_pieces(form.opening, text, at, lambda key, is_begun: True)
             if isinstance(opened, bool):
-                may_come = opened or any(end.startswith(text[at:]) for end in form.ends)
-                return False if may_come else None
+                rest = text[at : at + _MAX_HEAD]
+                may_come = opened or any(end.startswith(rest) for end in form.ends)
+                return False if may_come and len(text) - at < _MAX_HELD else None
             key, begin = opened
             if form.read is None:
                 end_of_value = self._end_of_value(form, text, begin)
             else:
-                end_of_value = end_of_literal(text, begin)
+                if self._literal.begin != begin:
+                    self._literal = LiteralEnd(begin)
+                end_of_value = self._literal.find(text)
             if end_of_value is None:
                 return False
             if form.read is not None and end_of_value == begin:
@@ -352,10 +372,10 @@ class CallReader:
             if form.read is not None and (read := form.read(value.strip())) is not None:
                 value = read
             else:
-                own = properties.get(key) if isinstance(properties, dict) else None
-                value = typed(value, own, schema)
+                value = typed(value, types.get(key, frozenset()))
             member = json.dumps({key: value}, ensure_ascii=False)
-            self._values.append(member[1:-1])
+            self._written.append(", " * self._has_parameters + member[1:-1])
+            self._has_parameters = True
             self._at = end_of_value + len(form.closing)
 
     def _end_of_value(self, form: Parameters, text: str, begin: int) -> int | None:
@@ -365,7 +385,7 @@ class CallReader:
         start = max(begin, self._searched)
         while (at := text.find(form.closing, start)) >= 0:
             start = at + len(form.closing)
-            after = self._after_space(start)
+            after = self._after_space(start, _FEW_SPACES)
             if text.startswith(next_ones, after):
                 return at
             rest = text[after : after + _MAX_HEAD]
@@ -396,8 +416,8 @@ class CallReader:
         self._at = len(text) - waits  # what this escapes has still to come
         return False
 
-    def _after_space(self, at: int) -> int:
-        found = _SPACE.match(self._text, at)
+    def _after_space(self, at: int, pattern: re.Pattern[str] = _SPACE) -> int:
+        found = pattern.match(self._text, at)
         return at if found is None else found.end()
 
     # ---- what comes out ----
@@ -408,25 +428,12 @@ class CallReader:
         return self._at_most is None or self._num_calls < self._at_most
 
     def _is_known(self, name: object) -> bool:
-        return isinstance(name, str) and (self._schemas is None or name in self._schemas)
+        return isinstance(name, str) and (self._types is None or name in self._types)
 
     def _may_be_known(self, name: str, is_begun: bool) -> bool:
         """Says whether a name is that of a tool, or, if it is only begun, may become one."""
-        is_part = is_begun and any(each.startswith(name) for each in self._schemas or ())
+        is_part = is_begun and any(each.startswith(name) for each in self._types or ())
         return is_part or self._is_known(name)
-
-    @property
-    def _schema(self) -> dict[str, Any]:
-        """Returns the schema of the parameters of the call on its way."""
-        return (self._schemas or {}).get(self._head.name or "", {})
-
-    @property
-    def _arguments(self) -> str:
-        """Returns the arguments of the call on its way, as far as they are read."""
-        head = self._head
-        if head.parameters is None:
-            return self._text[head.arguments : self._at]
-        return "{" + ", ".join(self._values)
 
     def _give(self, kind: Literal["text", "call", "arguments"], text: str) -> None:
         if text:
@@ -435,9 +442,14 @@ class CallReader:
     def _release(self, end: int) -> None:
         """Gives out the text up to `end`, but for the white space at its end, which a call may
         follow. Texts before and after a call stand on lines of their own."""
-        begin = self._after_space(self._sent) if self._follows_call else self._sent
-        if self._num_calls or not self._is_end or end < len(self._text):
-            end = begin + len(self._text[begin:end].rstrip())
+        start = max(self._sent, self._blank)
+        start = self._after_space(start) if self._follows_call else start
+        begin = start if self._follows_call else self._sent
+        is_last = self._is_end and end == len(self._text) and not self._num_calls
+        self._blank = max(self._blank, end)
+        if not is_last:
+            said = len(self._text[start:end].rstrip())
+            end = start + said if said else begin
         if end > begin:
             is_next = self._follows_call and self._has_text
             self._give("text", "\n" * is_next + self._text[begin:end])
@@ -452,10 +464,14 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _call(value: Any) -> ToolCall | None:
-    """Returns a parsed JSON value as a call, None if it is none."""
+def _call(name: str | None, text: str) -> ToolCall | None:
+    """Returns the call of this name with these arguments, or, without a name, the call that is this
+    JSON object; None if it is none."""
+    value = _parsed(text)
     if not isinstance(value, dict):
         return None
+    if name is not None:
+        return ToolCall(name, text)
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = next((value[key] for key in _NAME_KEYS if key in value), None)

@@ -118,12 +118,12 @@ class TextStream:
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             at, self.stop = min(found, key=lambda place: place[0])
-            self.text += text[:at]
-            self._held = ""
-            return
-        num_held = overlap(text, *self._stops)
-        self.text += text[: len(text) - num_held]
-        self._held = text[len(text) - num_held :]
+        else:
+            at = len(text) - overlap(text, *self._stops)
+        released, self.text = self.text, ""
+        released += text[:at]  # in place, which Python does for a local name alone
+        self.text = released
+        self._held = "" if found else text[at:]
 
 
 def _last_word(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> list[int]:

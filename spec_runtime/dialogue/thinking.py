@@ -48,7 +48,7 @@ def tags_of(chat_template: str) -> Tags | None:
 
 _SHOWN_HEAD = re.compile(
     r"(?:to=functions\.[\w.-]|<\|channel\|>\s*(?:final|commentary)\b)"
-    r"(?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>"
+    r"(?:[^<]|<\|(?:channel|constrain)\|>){0,300}<\|message\|>"
 )
 
 
@@ -64,7 +64,29 @@ def end_of_thinking(tags: Tags | None, answer: str, is_begun: bool) -> int | Non
     return len(before) + len(tag) if tag else None
 
 
-class ThinkingReader:
+class _Holding:
+    """Holds text back. White space, of which there may be much, is joined once other text comes."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._spaces: list[str] = []  # before what is held
+
+    def _hold(self, text: str, is_needed: bool) -> bool:
+        """Adds a text to what is held; says whether that waits on, as white space alone does unless
+        it `is_needed`."""
+        if not self._held.strip():
+            self._spaces.append(self._held)
+            self._held = ""
+        is_space = not text.strip() and not (text and self._held)
+        if is_space and not is_needed:
+            self._spaces.append(text)
+            return True
+        self._held = "".join((*self._spaces, self._held, text))
+        self._spaces = []
+        return False
+
+
+class ThinkingReader(_Holding):
     """Splits one answer, as it comes, into its thinking and the text after it.
 
     `tags` are None for a model that does not think. The thinking has begun in the prompt if
@@ -76,8 +98,8 @@ class ThinkingReader:
     """
 
     def __init__(self, tags: Tags | None, is_begun: bool = False) -> None:
+        super().__init__()
         self._tags = tags
-        self._held = ""
         self._is_thinking = is_begun
         self._is_open = tags is not None  # whether an opening tag may still come
         self._is_new = True  # no text of this part is out yet
@@ -87,7 +109,8 @@ class ThinkingReader:
         """Returns the thinking and the text that this text completes, all of it at the end."""
         if self._tags is None:
             return "", text
-        self._held += text
+        if self._hold(text, is_end or not (self._is_open or self._is_thinking)):
+            return "", ""
         if self._is_open and not self._is_opened(self._tags.opening, is_end):
             return "", ""
         thinking = self._thinking(self._tags.closing, is_end) if self._is_thinking else ""
@@ -129,7 +152,7 @@ class ThinkingReader:
         return text
 
 
-class MessageReader:
+class MessageReader(_Holding):
     """Splits one answer, as it comes, of a model that writes messages in HARMONY.
 
     A message is a head, `<|message|>` and a body, and ends with `<|end|>` or where the next begins.
@@ -144,48 +167,59 @@ class MessageReader:
     _HEADS = ("<|start|>", "<|channel|>", "to=")
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
     _END = re.compile("|".join(map(re.escape, _ENDS)))
+    _SAID = re.compile(r"\S")
     _CALLED = re.compile(r"to=functions\.([\w.-]+)")
     _MAX_HEAD = 300  # characters
 
     def __init__(self, is_begun: bool = False) -> None:
-        self._held = ""
+        super().__init__()
+        self._at = 0  # up to here what is held is read, within a push
         self._in_body, self._is_shown = is_begun, False
         self._written = [False, False]  # whether thinking, and text, of a message are out
         self._is_new = True  # nothing of this message is out yet
 
     def push(self, text: str, is_end: bool = False) -> tuple[str, str]:
         """Returns the thinking and the text that this text completes, all of it at the end."""
-        self._held += text
+        if self._hold(text, is_end or self._in_body):
+            return "", ""
         out = ["", ""]
         while self._read_body(out, is_end) if self._in_body else self._read_head(out, is_end):
             pass
+        self._held, self._at = self._held[self._at :], 0
         return out[0], out[1]
 
     def _read_head(self, out: list[str], is_end: bool) -> bool:
         """Reads a message's head; returns False while it is not whole."""
-        head, mark, rest = self._held.lstrip().partition("<|message|>")
+        held, mark = self._held, "<|message|>"
+        begin = len(held) if (found := self._SAID.search(held, self._at)) is None else found.start()
+        end = held.find(mark, begin, begin + self._MAX_HEAD + len(mark))
+        head = held[begin : begin + self._MAX_HEAD + 1 if end < 0 else end]
         is_head = len(head) <= self._MAX_HEAD and head.startswith(self._HEADS)
-        if mark and is_head:
+        if end >= 0 and is_head:
             called = self._CALLED.search(head)
-            self._held, self._is_shown = rest, _SHOWN_HEAD.search(head + mark) is not None
+            self._at, self._is_shown = end + len(mark), _SHOWN_HEAD.search(head + mark) is not None
             if called is not None:
                 out[1] += f"<|channel|>commentary to=functions.{called[1]}<|message|>"
             self._is_new = called is None
         elif not is_end and (is_head or any(each.startswith(head) for each in self._HEADS)):
             return False
         else:  # no head: its first character is text, and so is what follows
-            out[1] += self._held[:1]
-            self._held = self._held[1:]
+            out[1] += held[self._at : self._at + 1]
+            self._at = min(self._at + 1, len(held))
             self._is_shown, self._is_new = True, False
         self._in_body = True
         return True
 
     def _read_body(self, out: list[str], is_end: bool) -> bool:
         """Hands on what is there of a message's body; returns False if more of it may come."""
-        found = self._END.search(self._held)
-        num_free = len(self._held) if is_end else len(self._held) - overlap(self._held, *self._ENDS)
-        body = self._held[: num_free if found is None else found.start()]
-        self._held = self._held[len(body) :]
+        found = self._END.search(self._held, self._at)
+        if found is not None:
+            end = found.start()
+        else:
+            end = len(self._held)
+            end -= 0 if is_end else overlap(self._held[self._at :], *self._ENDS)
+        body = self._held[self._at : end]
+        self._at = end
         if body and self._is_new and self._written[self._is_shown]:
             body = f"\n{body}"
         out[self._is_shown] += body
@@ -194,9 +228,9 @@ class MessageReader:
         if found is None:
             return False
         if found[0] not in self._HEADS:
-            self._held = self._held.removeprefix(found[0])
+            self._at = found.end()
         self._in_body, self._is_new = False, True
-        return bool(self._held)
+        return self._at < len(self._held)
 
 
 def open_reader(tags: Tags | None, is_begun: bool = False) -> ThinkingReader | MessageReader:

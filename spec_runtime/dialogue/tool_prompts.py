@@ -81,7 +81,7 @@ class ToolPrompter:
             prepared = _with_results_as_text(prepared)
         if not tools:
             return prepared, None
-        checked = checked_tools(tools)
+        checked: list[dict[str, Any]] = checked_tools(tools)
         if self._reads_variable:
             is_whole = all(_MORE.keys() <= tool["function"].keys() for tool in checked)
             if not (is_whole or self.habits.no_description):

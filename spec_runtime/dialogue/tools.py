@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from spec_runtime.dialogue.call_forms import NAME, before_arguments
+from spec_runtime.dialogue.call_forms import NAME, before_arguments, parameter_types
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief, parse_json
 
@@ -31,6 +31,17 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments_json: str
+
+
+class CheckedTools(list[dict[str, Any]]):
+    """Tools in OpenAI's form as plain dictionaries. `types` are those of each tool's parameters, by
+    their names, see `call_forms.parameter_types`."""
+
+    def __init__(self, tools: Iterable[dict[str, Any]]) -> None:
+        super().__init__(tools)
+        self.types: dict[str, dict[str, Set[str]]] = {}
+        for function in (tool["function"] for tool in self):
+            self.types[function["name"]] = parameter_types(function.get("parameters") or {})
 
 
 _OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
@@ -129,13 +140,16 @@ def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any
     return forced_call(tools, family, function["name"])
 
 
-def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Returns tools in OpenAI's form as plain dictionaries; raises UserError for others."""
+def checked_tools(tools: Any) -> CheckedTools:
+    """Returns tools in OpenAI's form as plain dictionaries, and those that were checked before as
+    they are; raises UserError for others."""
+    if isinstance(tools, CheckedTools):
+        return tools
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise UserError(
             f"got tools {brief(repr(tools), 80)}, expected a list of functions", param="tools"
         )
-    return [_checked_tool(tool) for tool in tools]
+    return CheckedTools(map(_checked_tool, tools))
 
 
 def _checked_tool(tool: Any) -> dict[str, Any]:

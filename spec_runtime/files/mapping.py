@@ -151,14 +151,34 @@ def from_mapping(
         _with_keys(data, cls)
         return typing.cast(T, _validator(typing.cast(Any, cls)).validate_python(data))
     except ValidationError as library_error:
-        fault = _fault(data, library_error, none)
+        raise _refusal(data, library_error, where, error, none) from None
     except UserError as wrong_keys:
         raise error(f"{where}: {wrong_keys}") from None
+
+
+def require_types(kind: Any, data: Mapping[str, Any], where: str) -> None:
+    """Raises UserError unless the values of a mapping fit the TypedDict `kind`.
+
+    That is for the files of others: keys that are not declared are left alone.
+    """
+    from pydantic import ValidationError
+
+    try:
+        _validator(kind).validate_python(data)
+    except ValidationError as library_error:
+        raise _refusal(data, library_error, where, UserError, "null") from None
+
+
+def _refusal(
+    data: Any, library_error: ValidationError, where: str, error: type[UserError], none: str
+) -> Exception:
+    """Returns the error about a value of the mapping `data` that does not fit."""
+    fault = _fault(data, library_error, none)
     if error is not UserError and isinstance(fault.refused, error):
-        raise fault.refused
+        return fault.refused
     if fault.refused is not None:
-        raise error(f"{where}{fault.place}: {brief(fault.refused, 1000)}") from fault.refused
-    raise error(f"{where}{fault.place}: got {_shown(fault.value)}, expected {fault.expected}")
+        return error(f"{where}{fault.place}: {brief(fault.refused, 1000)}")
+    return error(f"{where}{fault.place}: got {_shown(fault.value)}, expected {fault.expected}")
 
 
 @dataclass(frozen=True)

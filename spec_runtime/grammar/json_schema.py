@@ -19,6 +19,8 @@ MOST = 999_999_999_999_999_872
 MAX_MULTIPLE = 1000  # of bounded numbers; llguidance's automata grow with it
 MAX_PROBES = 64  # of the names of objects; more are not looked at
 MAX_ROUNDS = 32  # of looking for endless references; what takes more is not looked for
+MAX_REFERENCES = 100  # that lead to each other, before a schema
+MAX_WRITTEN = 1_000_000  # characters of a schema whose propertyNames are written out
 
 _UPPER = ("maximum", "exclusiveMaximum")
 _BOUNDS = ("minimum", "exclusiveMinimum", *_UPPER)
@@ -51,11 +53,12 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
       lengths; formats that allow every string, and "uniqueItems": false, are left out.
 
     Raises ValueError for numbers in `const` or `enum` that would lose digits, for bounds that leave
-    nothing, for a `multipleOf` that is too large, and for a reference that leads back to itself in
-    every value that fits.
+    nothing, for a `multipleOf` that is too large, for a reference that leads back to itself in
+    every value that fits, and for `propertyNames` that are too long as other keywords. Takes as
+    long as the schema is.
     """
     try:
-        rewritten: dict[str, Any] = _rewritten(schema, schema)
+        rewritten: dict[str, Any] = _Rewriting(schema).rewritten(schema)
         _close(rewritten)
         if endless := _endless(rewritten):
             raise ValueError(f"every value of {max(endless)} holds another one, without an end")
@@ -64,30 +67,96 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     return rewritten
 
 
-def _rewritten(value: Any, root: Any) -> Any:
-    if isinstance(value, list):
-        return [_rewritten(each, root) for each in value]
-    if not isinstance(value, dict):
-        return value
-    schema: dict[str, Any] = {}
-    for key, each in value.items():
-        if key in _VALUES:
-            schema[key] = each
-        elif key in _BOUNDS:
-            schema[key] = _narrowed(key, each)
-        elif key in _NAMED and isinstance(each, dict):
-            schema[key] = {name: _rewritten(inner, root) for name, inner in each.items()}
-        else:
-            schema[key] = _rewritten(each, root)
-    for key in ("const", "enum"):
-        _require_exact(key, schema.get(key))
-    if any(key in schema for key in _BOUNDS):
-        _require_small(schema.get("multipleOf"))
-    if schema.get("format") in _HINTS:
-        del schema["format"]
-    if schema.get("uniqueItems") is False:
-        del schema["uniqueItems"]
-    return _with_names(schema, root)
+class _Rewriting:
+    """Rewrites one schema; `size` counts the characters of all that is written so far."""
+
+    def __init__(self, root: Any) -> None:
+        self.references = References(root)
+        self.size = 0
+
+    def rewritten(self, value: Any) -> Any:
+        """Returns a value, and what it holds, as llguidance reads it."""
+        if isinstance(value, list):
+            return [self.rewritten(each) for each in value]
+        if not isinstance(value, dict):
+            self.size += len(json.dumps(value))
+            return value
+        schema: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
+        for key, each in value.items():
+            before = self.size
+            if key in _VALUES:
+                self.size += len(json.dumps(each))
+                schema[key] = each
+            elif key in _BOUNDS:
+                schema[key] = _narrowed(key, each)
+            elif key in _NAMED and isinstance(each, dict):
+                schema[key] = {name: self.rewritten(inner) for name, inner in each.items()}
+                self.size += sum(map(len, each))
+            else:
+                schema[key] = self.rewritten(each)
+            self.size += len(key)
+            sizes[key] = self.size - before
+        for key in ("const", "enum"):
+            _require_exact(key, schema.get(key))
+        if any(key in schema for key in _BOUNDS):
+            _require_small(schema.get("multipleOf"))
+        if schema.get("format") in _HINTS:
+            del schema["format"]
+        if schema.get("uniqueItems") is False:
+            del schema["uniqueItems"]
+        return self._with_names(schema, sizes.get("additionalProperties", 0))
+
+    def _with_names(self, schema: dict[str, Any], size: int) -> dict[str, Any]:
+        """Returns a schema with other keywords for its `propertyNames`; itself if there is none, or
+        if it says more than other keywords can, which llguidance then refuses. `size` is that of
+        its `additionalProperties`.
+
+        Example: {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": S} becomes
+        {"properties": {"a": S, "b": S}, "additionalProperties": false}.
+        """
+        if "propertyNames" not in schema:
+            return schema
+        names = self.references.resolved(schema["propertyNames"])
+        others = {key: each for key, each in schema.items() if key != "propertyNames"}
+        known, more = others.get("properties", {}), others.get("additionalProperties", True)
+        if not isinstance(names, dict):
+            return others if names is True else schema
+        self._write(len(names))
+        limits = {key: each for key, each in names.items() if key not in _NOTES}
+        if names.get("type", "string") != "string" or not isinstance(known, dict):
+            return schema
+        if not limits:
+            return others
+        if "patternProperties" in schema:
+            return schema
+        if limits.keys() in ({"enum"}, {"const"}):
+            allowed = limits.get("enum", [limits.get("const")])
+            if not isinstance(allowed, list):
+                return schema
+            self._write((len(allowed) - 1) * (size + 1))
+            if not all(isinstance(each, str) for each in allowed):
+                return schema
+            self._write(sum(map(len, allowed)))
+            chosen = dict.fromkeys(allowed)
+            ordered = [*(name for name in known if name in chosen), *chosen]
+            properties = {name: known.get(name, more) for name in ordered}
+            return {**others, "properties": properties, "additionalProperties": False}
+        pattern = _pattern(limits)
+        if pattern is None or known:
+            return schema
+        self._write(len(pattern))
+        return {**others, "patternProperties": {pattern: more}, "additionalProperties": False}
+
+    def _write(self, num_characters: int) -> None:
+        """Counts what is written in place of `propertyNames`: once for each of the names, and once
+        for each object that refers to them."""
+        self.size += num_characters
+        if self.size > MAX_WRITTEN:
+            raise ValueError(
+                f"it takes more than {MAX_WRITTEN:,} characters with its propertyNames written as "
+                "properties"
+            )
 
 
 def _require_exact(key: str, value: Any) -> None:
@@ -143,13 +212,16 @@ def _close(root: dict[str, Any]) -> None:
     name further properties of the same object."""
     found: dict[int, dict[str, Any]] = {}
     parts, waiting, seen = set[int](), [(root, False)], set[tuple[int, bool]]()
+    references = References(root)
     while waiting:
         schema, is_part = waiting.pop()
-        if isinstance(schema, list):
-            waiting += [(each, is_part) for each in schema]
-        if not isinstance(schema, dict) or (id(schema), is_part) in seen:
+        if (id(schema), is_part) in seen:
             continue
         seen.add((id(schema), is_part))
+        if isinstance(schema, list):
+            waiting += [(each, is_part) for each in schema]
+        if not isinstance(schema, dict):
+            continue
         found[id(schema)] = schema
         if is_part or not _JOINING.isdisjoint(schema):
             parts.add(id(schema))
@@ -157,9 +229,10 @@ def _close(root: dict[str, Any]) -> None:
             if key in _VALUES:
                 continue
             is_one = key in _JOINING and (is_part or len(_COMBINED & schema.keys()) > 1)
-            is_one = is_one or (key in _SHARING and not (key == "allOf" and len(each) == 1))
+            is_alone = key == "allOf" and isinstance(each, list) and len(each) == 1
+            is_one = is_one or (key in _SHARING and not is_alone)
             if key == "$ref" and isinstance(each, str):
-                waiting.append((_target(each, root), is_one))
+                waiting.append((references[each], is_one))
             inner = each.values() if key in _NAMED and isinstance(each, dict) else [each]
             waiting += [(one, is_one) for one in inner]
     for number, schema in found.items():
@@ -170,43 +243,6 @@ def _close(root: dict[str, Any]) -> None:
             continue
         if all(isinstance(name, str) and name in names for name in required):
             schema["additionalProperties"] = False
-
-
-# ---- propertyNames ----
-
-
-def _with_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
-    """Returns a schema with other keywords for its `propertyNames`; itself if there is none, or if
-    it says more than other keywords can, which llguidance then refuses.
-
-    Example: {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": S} becomes
-    {"properties": {"a": S, "b": S}, "additionalProperties": false}.
-    """
-    if "propertyNames" not in schema:
-        return schema
-    names = resolved(schema["propertyNames"], root)
-    others = {key: each for key, each in schema.items() if key != "propertyNames"}
-    known, more = others.get("properties", {}), others.get("additionalProperties", True)
-    if not isinstance(names, dict):
-        return others if names is True else schema
-    limits = {key: each for key, each in names.items() if key not in _NOTES}
-    if names.get("type", "string") != "string" or not isinstance(known, dict):
-        return schema
-    if not limits:
-        return others
-    if "patternProperties" in schema:
-        return schema
-    if limits.keys() in ({"enum"}, {"const"}):
-        allowed = limits.get("enum", [limits.get("const")])
-        if not isinstance(allowed, list) or not all(isinstance(each, str) for each in allowed):
-            return schema
-        ordered = [*(name for name in known if name in set(allowed)), *allowed]
-        properties = {name: known.get(name, more) for name in ordered}
-        return {**others, "properties": properties, "additionalProperties": False}
-    pattern = _pattern(limits)
-    if pattern is None or known:
-        return schema
-    return {**others, "patternProperties": {pattern: more}, "additionalProperties": False}
 
 
 def _pattern(limits: dict[str, Any]) -> str | None:
@@ -222,45 +258,51 @@ def _pattern(limits: dict[str, Any]) -> str | None:
 # ---- references ----
 
 
-def resolved(schema: Any, root: Any) -> Any:
-    """Returns what the references of a schema lead to, itself if it is none."""
-    for _ in range(100):
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str):
-            return schema
-        schema = _target(reference, root)
-    return None
+class References(dict[str, Any]):
+    """Holds what the references of a schema, such as "#/$defs/a", stand for, each of which is
+    looked up once; None for one that is not in `root`."""
 
+    def __init__(self, root: Any) -> None:
+        super().__init__({"#": root})
+        self._root = root
 
-def _target(reference: str, root: Any) -> Any:
-    """Returns what a reference such as "#/$defs/a" stands for, None if that is not in `root`."""
-    if reference == "#":
-        return root
-    target = root
-    for part in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [None]:
-        name = None if part is None else unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name is not None and name.isdecimal():
-            target = target[int(name)] if int(name) < len(target) else None
-        else:
-            target = target.get(name) if isinstance(target, dict) else None
-    return target
+    def __missing__(self, reference: str) -> Any:
+        target = self._root if reference.startswith("#/") else None
+        for part in reference.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and name.isdecimal():
+                target = target[int(name)] if int(name) < len(target) else None
+            else:
+                target = target.get(name) if isinstance(target, dict) else None
+        self[reference] = target
+        return target
+
+    def resolved(self, schema: Any) -> Any:
+        """Returns what the references of a schema lead to, itself if it is none."""
+        for _ in range(MAX_REFERENCES):
+            reference = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(reference, str):
+                return schema
+            schema = self[reference]
+        return None
 
 
 def _endless(root: Any) -> set[str]:
     """Returns the references in use that no finite value fits: those of {"a": …} where "a" has to
     be there and refers to the same again."""
-    targets: dict[str, Any] = {"#": root}
+    targets = References(root)
     waiting, seen = [root], set[int]()
     while waiting:
         item = waiting.pop()
-        if isinstance(item, list):
-            waiting += item
-        if not isinstance(item, dict) or id(item) in seen:
+        if id(item) in seen:
             continue
         seen.add(id(item))
+        if isinstance(item, list):
+            waiting += item
+        if not isinstance(item, dict):
+            continue
         reference = item.get("$ref")
-        if isinstance(reference, str) and reference not in targets:
-            targets[reference] = _target(reference, root)
+        if isinstance(reference, str):
             waiting.append(targets[reference])
         for key in _FOLLOWED:
             inner: Any = item.get(key)
@@ -320,9 +362,12 @@ def probes_of_names(schema: Any) -> list[str]:
 
     llguidance finds out in mid-answer, after the comma, if they do not.
     """
-    found, waiting = dict[str, None](), [schema]
+    found, waiting, seen = dict[str, None](), [schema], set[int]()
     while waiting and len(found) < MAX_PROBES:
         item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
         if isinstance(item, list):
             waiting += item
         if not isinstance(item, dict):

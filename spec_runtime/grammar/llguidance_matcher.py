@@ -16,7 +16,7 @@ import numpy as np
 
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
-from spec_runtime.grammar import json_schema
+from spec_runtime.grammar import json_schema, trial_process
 from spec_runtime.grammar.base import read
 from spec_runtime.grammar.formats import Grammar, format_error
 from spec_runtime.grammar.model_tokens import ModelTokens
@@ -91,7 +91,11 @@ class GrammarCompiler:
             compiled, schemas = self._compiled(grammar)
         except ValueError as error:
             raise _invalid(grammar, error) from None
-        if (fault := self._trials.fault(compiled, interruption)) is not None:
+        probes = [each for schema in schemas for each in json_schema.probes_of_names(schema)]
+        fault = self._trials.fault(compiled, interruption, probes)
+        if not self._trials.are_possible:
+            fault = trial_process.fault(self._library, self._tokenizer, compiled, probes)
+        if fault is not None:
             raise _invalid(grammar, fault, "simpler")
         matcher = self._library.LLMatcher(self._tokenizer, compiled, log_level=0)
         if matcher.is_error():
@@ -103,8 +107,6 @@ class GrammarCompiler:
             result.allowed()
         except ValueError:
             raise _invalid(grammar, "no text fits it, or it is too complex") from None
-        if not all(map(self._leaves_names, schemas)):
-            raise _invalid(grammar, "patternProperties leaves no names but those of properties")
         return result
 
     def _compiled(self, grammar: Grammar) -> tuple[str, list[Any]]:
@@ -149,16 +151,6 @@ class GrammarCompiler:
             lines.append(f"special: TEXT <[{ids}]>")
         return [f"start: ({forms})* TEXT", *lines]
 
-    def _leaves_names(self, schema: Any) -> bool:
-        """Returns whether the patterns of names in a schema, which is valid, leave any."""
-        library = self._library
-        for probe in json_schema.probes_of_names(schema):
-            compiled = library.LLMatcher.grammar_from_json_schema(probe)
-            matcher = library.LLMatcher(library.LLTokenizer("byte"), compiled, log_level=0)
-            if not matcher.is_error() and matcher.try_consume_tokens(list(b'{"')) != 2:
-                return False
-        return True
-
 
 def _in_lark(regex: str) -> str:
     """Returns a regular expression as Lark's notation has it, which ends one at a bare slash."""
@@ -171,6 +163,8 @@ def _with_prepared_schemas(lark: str) -> tuple[str, list[Any]]:
     JSON stays, for the library to refuse."""
     parts, schemas, at = list[str](), list[Any](), 0
     for found in re.finditer(r"%json\s*(?={)", lark):
+        if found.start() < at:  # in a text of the schema before
+            continue
         with suppress(json.JSONDecodeError, RecursionError):
             schema, end = json.JSONDecoder().raw_decode(lark, found.end())
             schemas.append(json_schema.prepared(schema))

@@ -88,14 +88,21 @@ class GrammarTrials:
         for process in idle:
             process.end()
 
-    def fault(self, grammar: str, interruption: Interruption) -> str | None:
-        """Returns why a grammar, in the library's own form, cannot be compiled within the limits;
-        None if it can.
+    @property
+    def are_possible(self) -> bool:
+        """Says whether processes start here, as far as that is known."""
+        return self._is_possible
+
+    def fault(
+        self, grammar: str, interruption: Interruption, probes: Sequence[str] = ()
+    ) -> str | None:
+        """Returns why a grammar, in the library's own form, cannot be compiled within the limits,
+        or be followed; None if it can. See trial_process.py for its probes.
 
         Raises Interrupted if the interruption has a reason before that is known, and UserError if
         no process starts any more.
         """
-        line = _line(grammar)
+        line = _line([grammar, [*probes]])
         key = hashlib.sha256(line).digest()
         while (known := self._known.get(key)) is None:
             with self._lock:
@@ -147,7 +154,7 @@ class GrammarTrials:
             alive = [process for process in self._idle if process.is_alive]
             process = alive.pop() if alive else None
             self._idle = alive
-        is_open: bool | None = False
+        is_open: bytes | None = b""
         with suppress(OSError):  # of a start
             process = process or _Process(self._opening)
             try:
@@ -184,22 +191,22 @@ class GrammarTrials:
         limits = self._limits
         begun = time.monotonic()
         try:
-            answer = process.ask(line)
+            asked = process.ask(line)
             while True:
-                is_done = _answer(answer, POLL_SECONDS, interruption)
+                answer = _answer(asked, POLL_SECONDS, interruption)
                 is_shared = self._num_waiting > 0 and limits.shared_seconds < limits.seconds
                 seconds = limits.shared_seconds if is_shared else limits.seconds
-                if is_done is not None or time.monotonic() - begun > seconds:
+                if answer is not None or time.monotonic() - begun > seconds:
                     break
         except BaseException:  # Ctrl-C among them
             process.end()
             raise
-        if is_done:
+        if answer:
             self._give_back(process)
-            return None, True
+            return json.loads(answer), True
         process.end()
         self.start()  # for the next grammar
-        if is_done is None:
+        if answer is None:
             while_shared = ", while others wait" if is_shared else ""
             return f"compiling it takes more than {seconds:g} s{while_shared}", not is_shared
         fault = f"compiling it takes more than {limits.megabytes} MB, or crashes llguidance"
@@ -232,26 +239,26 @@ class _Process:
         """Says whether somebody else, such as a system short of memory, ended the process."""
         return self._process.returncode == -KILLED
 
-    def ask(self, line: bytes) -> Future[bool]:
-        """Sends a line. The result says whether the process answered, or died."""
-        answer: Future[bool] = Future()
+    def ask(self, line: bytes) -> Future[bytes]:
+        """Sends a line. The result is the process's answer, nothing if it died."""
+        answer: Future[bytes] = Future()
         arguments = (self._process, line, answer)
         threading.Thread(target=_exchange, args=arguments, daemon=True).start()
         return answer
 
 
-def _exchange(process: subprocess.Popen[bytes], line: bytes, answer: Future[bool]) -> None:
-    is_answered = False
+def _exchange(process: subprocess.Popen[bytes], line: bytes, answer: Future[bytes]) -> None:
+    answered = b""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError, ValueError):  # the process, or the file, is closed
         process.stdin.write(line)
         process.stdin.flush()
-        is_answered = bool(process.stdout.readline())
-    answer.set_result(is_answered)
+        answered = process.stdout.readline()
+    answer.set_result(answered)
 
 
-def _answer(answer: Future[bool], seconds: float, interruption: Interruption) -> bool | None:
+def _answer(answer: Future[bytes], seconds: float, interruption: Interruption) -> bytes | None:
     """Waits for an answer and returns it; None if it does not come in time. Raises Interrupted if
     the interruption has a reason before."""
     until = time.monotonic() + seconds

@@ -40,6 +40,7 @@ class EngineQueue:
     def __init__(self, batch: Batch, admission: Admission) -> None:
         self.admission = admission
         self._batch = batch
+        batch.open_beside(self.wake)
         self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")
         self._compiler = ThreadPoolExecutor(MAX_COMPILING, "spec_runtime.compile")
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
@@ -135,7 +136,7 @@ class EngineQueue:
                         self._step_begun = None
                         return
                 if self._batch.num_active > 1:
-                    self._batch.open_beside()
+                    self._batch.open_passes_beside()
                 for (job, number), found in self._batch.turn(_may_go_on):
                     job.take(number, found)
                     if not job.num_left:

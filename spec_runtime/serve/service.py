@@ -15,7 +15,12 @@ from spec_runtime import Chunk, Engine, SamplingParams, TokenLogprob
 from spec_runtime.batch.answering import Answering, Observe, ReadingEngine, ScoringEngine, undrafted
 from spec_runtime.batch.batch import Batch
 from spec_runtime.dialogue.messages import Tools
-from spec_runtime.dialogue.tools import answer_or_call, format_of_choice, strict_calls
+from spec_runtime.dialogue.tools import (
+    answer_or_call,
+    checked_tools,
+    format_of_choice,
+    strict_calls,
+)
 from spec_runtime.errors import UserError
 from spec_runtime.loop.call import Call
 from spec_runtime.queue.admission import Admission
@@ -68,7 +73,7 @@ class Service:
             settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel
         )
         self.queue = EngineQueue(self.batch, self.admission)
-        self.batch.open_beside()
+        self.batch.open_passes_beside()
         self.counting = Threads(NUM_COUNTING, MOST_COUNTING)  # of texts for clients
         self.writing = Threads(NUM_WRITING)  # of answers, whose number admission limits
 
@@ -164,7 +169,7 @@ class Service:
 
         def prepare() -> list[Call]:
             body = as_chat()
-            tools = body.usable_tools
+            tools = body.usable_tools and checked_tools(body.usable_tools)
             template_kwargs = body.template_kwargs(codec.template, thinks)
             ids = self.encode_messages(body.messages, tools, is_begun, template_kwargs, field)
             prompt = self._encoded(ids, field)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_runtime.dialogue.messages import Message, Tools, plain_message, require_characters
-from spec_runtime.dialogue.tools import checked_tools
+from spec_runtime.dialogue.tools import CheckedTools, checked_tools
 from spec_runtime.errors import UserError
 from spec_runtime.text.kept_answers import Dialogue, KeptAnswers
 from spec_runtime.text.tokenizer import Codec
@@ -163,7 +163,7 @@ def _encode_messages(
         messages = [{"role": "system", "content": system}, *messages]
     if is_marked:
         messages = [codec.marked(each, each["role"] == "assistant") for each in messages]
-        tools = codec.marked(checked_tools(tools)) if tools else None
+        tools = CheckedTools(codec.marked(checked_tools(tools))) if tools else None
     variables = template.checked_variables(template_kwargs) if template_kwargs else {}
     if is_marked:
         variables = {name: codec.marked(value) for name, value in variables.items()}

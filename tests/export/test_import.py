@@ -521,8 +521,8 @@ GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "scaling by length": (
         {}, {"rope_factors_long.weight": np.ones(4, np.float32)}, r"got rope_factors_long\.weight",
     ),
-    "other factors": ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, "got 3 factors from 1"),
-    "no factors": ({}, {"rope_freqs.weight": np.zeros(4, np.float32)}, "got 4 factors from 0"),
+    "other factors": ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, "got 3 factors in rope"),
+    "no factors": ({}, {"rope_freqs.weight": np.zeros(4, np.float32)}, "got float 0.0, expec"),
     "part of a head turned": ({"rope.dimension_count": 4}, {}, "dimension_count 4, expected the"),
     "heads that do not fit": ({"attention.head_count": 5}, {}, "got 5 heads for the 32 rows of"),
     "another tensor": (

@@ -471,7 +471,7 @@ GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "multiplied": ({"logit_scale": 0.5}, {}, "got output_multiplier 0.5 in the config, expected"),
     "no layers": ({"target_layers": None}, {}, "got aux_hidden_state_layer_ids None in the confi"),
     "other layers": ({"block_count": 3}, {}, "got num_hidden_layers 3 and weights of 2 layers"),
-    "no heads": ({"attention.head_count": 0}, {}, r"dimension_count 8, expected the size of a hea"),
+    "no heads": ({"attention.head_count": 0}, {}, "num_attention_heads: got int 0, expected"),
     "sinks": ({}, {"blk.0.attn_sinks.weight": EXTRA[0].numpy()}, r"got blk\.0\.attn_sinks\.weight"),
     "scales": ({}, {"fc.scale": EXTRA[0].numpy()}, r"got fc\.scale, which no drafter"),
     "a convolution": ({}, {"blk.1.attn_conv_base": EXTRA.numpy()}, "base_kernel, which no drafter"),
@@ -558,7 +558,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"dflash_config": NESTED | {"target_layer_ids": [1, 2]}}, {}, "got fc for 3 taps and ids",
     ),
     "another target": ({}, {"fc.weight": torch.ones(32, 40)}, "got fc of 40 inputs, expected a mu"),
-    "a block of one": ({"block_size": 1}, {}, "got block_size 1 in the config, expected 2 rows"),
+    "a block of one": ({"block_size": 1}, {}, "block_size: got int 1, expected 2 or more"),
 }  # fmt: skip
 
 

@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "other tokens": (other_tokens, "token 68 is 'ä', expected the target's 'a'"),
     "fewer rows": (lambda path: save_pard(path, 5, vocab_size=90), "with 90 embeddings, expected"),
     "no such mask": (lambda path: save_pard(path, 104), "got pard_token 104 in the config, expect"),
-    "no mask": (lambda path: save_pard(path, True), "got pard_token True in the config, expected"),
+    "no mask": (lambda path: save_pard(path, True), "pard_token: got bool True, expected int"),
     "another family": (
         lambda path: save_pard(path, family="gemma"), "got a model of model_type 'gemma', expected",
     ),

@@ -10,7 +10,9 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,7 @@ import numpy as np
 import pydantic
 import pytest
 from bpe_tokenizer import ADDED, BOS, EOS, FIRST_MERGED, MERGES, BpeTokenizer, definition
+from counting import calls_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import DRAFTERS, make_engine, random_prompt
@@ -29,7 +32,7 @@ from spec_runtime import AsyncEngine, Chunk
 from spec_runtime.cli import main, options
 from spec_runtime.engine import Engine, GenerationResult
 from spec_runtime.errors import UserError
-from spec_runtime.grammar import llguidance_matcher
+from spec_runtime.grammar import json_schema, llguidance_matcher
 from spec_runtime.grammar.base import read
 from spec_runtime.grammar.formats import Grammar, read_format
 from spec_runtime.grammar.llguidance_matcher import LlguidanceMatcher
@@ -826,3 +829,80 @@ def test_a_logits_processors_bad_result_is_refused(result: np.ndarray) -> None:
         engine("none").generate([1], logits_processor=lambda tokens, row: result)
     with pytest.raises(ValueError, match="got logits_processor 3, expected a function"):
         SamplingParams(logits_processor=3)  # type: ignore[arg-type]
+
+
+# ---- schemas of strangers ----
+
+
+def names_in_names(depth: int, names: Sequence[str]) -> dict[str, Any]:
+    """Returns a schema of objects in each other, each of these names alone."""
+    schema: dict[str, Any] = INTEGER
+    for _ in range(depth):
+        schema = {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/names"},
+            "additionalProperties": schema,
+        }
+    return {**schema, "$defs": {"names": {"enum": [*names]}}}
+
+
+def test_names_are_written_out_within_a_bound() -> None:
+    """Names in names are their product; names that many objects refer to are theirs, too."""
+    many = {"names": {"enum": [str(number) for number in range(20_000)]}}
+    long = {"names": {"pattern": "a" * 100_000}}
+    keys = {"names": dict.fromkeys(map(str, range(20_000)), 1)}
+    named = {"type": "object", "propertyNames": {"$ref": "#/$defs/names"}}
+    for schema in (
+        names_in_names(6, "abcdefgh"),
+        names_in_names(12, "abcdefgh"),
+        *({"anyOf": [{**named} for _ in range(60)], "$defs": each} for each in (many, long, keys)),
+    ):
+        message = "more than 1,000,000 characters with its propertyNames written as properties"
+        tracemalloc.start()
+        try:
+            with pytest.raises(UserError, match=message):
+                answer("none", as_schema(schema))
+            assert tracemalloc.get_traced_memory()[1] < 20e6
+        finally:
+            tracemalloc.stop()
+    follower = matcher(read_format(as_schema(names_in_names(3, "ab"))))
+    text = '{"a": {"a": {"b": 1}, "b": {}}}'
+    tokens = [*TOKENIZER.encode(text, special_tokens=False), EOS]
+    assert read(follower, tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "schema_of",
+    [
+        lambda n: names_in_names(60, ["a"] * n),
+        lambda n: {"anyOf": [{"$ref": "#/$defs" + "/a" * n} for _ in range(n)]},
+        lambda n: {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * n}}, "$ref": "#/$defs/a"},
+        lambda n: {"type": "object", "properties": {str(each): {} for each in range(n)},
+                   "propertyNames": {"enum": [str(each) for each in range(n)]}},
+        lambda n: {"type": "object", "properties": {str(each): {} for each in range(n)},
+                   "required": [str(each) for each in range(n)], "patternProperties": {"^a": {}}},
+    ],
+)  # fmt: skip
+def test_a_schema_is_read_in_time_with_its_length(schema_of: Callable[[int], Any]) -> None:
+    """What is a list or an object in Python has a length that its walk cannot hide."""
+
+    def prepare(schema: Any) -> None:
+        with suppress(ValueError):  # of those that are refused in the end
+            json_schema.prepared(schema)
+
+    schemas = [schema_of(n) for n in (200, 400, 800)]
+    work = [calls_in(functools.partial(prepare, schema)) for schema in schemas]
+    assert work[2] - work[1] < 3 * (work[1] - work[0]) + 500, "twice the length"
+
+
+def test_what_is_no_schema_is_refused_in_one_line() -> None:
+    wrong: list[Any] = [{"allOf": 5}, {"allOf": None}, {"properties": {"a": {"not": 1}}}]
+    for schema in wrong:
+        with pytest.raises(UserError, match="expected a") as caught:
+            answer("none", as_schema(schema))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_schema_in_a_text_of_a_schema_is_text() -> None:
+    grammar = 'start: "a" x\nx: %json {"const": "%json {}"}'
+    assert answer("none", {"type": "ebnf", "grammar": grammar}).text == 'a"%json {}"'

@@ -3,6 +3,7 @@ model; what is not a whole call stays text."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from bpe_tokenizer import BpeTokenizer
+from counting import calls_in
 from toy_engine import make_engine
 
 from spec_runtime.dialogue.call_forms import MARKS
@@ -236,6 +238,36 @@ def test_calls_of_gemma_are_read(arguments: str, expected: dict[str, Any]) -> No
 @pytest.mark.parametrize("text", ["[f(1)]", "[f](x=1)", "[f(a='b)]", "[f(a=1", "f(a=1)", "[f(a=)]"])
 def test_what_is_no_call_in_python_stays_text(text: str) -> None:
     assert parse_calls(text, "hermes") == (text, [])
+
+
+def tool(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def test_types_are_read_once_whatever_refers_to_what() -> None:
+    """A type that is an alternative of itself says nothing; those beside it are as they were."""
+    itself, other = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
+    chain = {f"c{i}": {"$ref": f"#/$defs/c{i + 1}"} for i in range(500)}
+    for definitions in (
+        {"a": {"anyOf": [itself] * 40}},
+        {"a": {"anyOf": [other] * 40}, "b": {"oneOf": [itself] * 40}},
+        {"a": {"anyOf": [{"anyOf": [itself] * 10}] * 10}},
+        {"a": {"$ref": "#/$defs/a"}},
+        {"a": {"$ref": "#/$defs/c0"}, **chain},
+        {"a": {"enum": [*range(1000)]}},
+    ):
+        properties = {**{f"p{i}": itself for i in range(40)}, "text": {"type": "string"}}
+        tools = tool({"type": "object", "properties": properties, "$defs": definitions})
+        text = "<function=f><parameter=p1>5</parameter><parameter=text>5</parameter></function>"
+        arguments = (text, "hermes", tools)
+        work = calls_in(functools.partial(parse_calls, *arguments))
+        assert parse_calls(*arguments) == ("", [ToolCall("f", '{"p1": 5, "text": "5"}')])
+        assert work < 20_000
+
+
+def test_tools_are_checked_once() -> None:
+    checked = checked_tools(tool({"type": "object"}))
+    assert checked_tools(checked) is checked
 
 
 def test_broken_parameters_stay_text() -> None:

@@ -77,6 +77,31 @@ def test_a_grammar_that_does_not_end_is_refused_once_and_for_all(
         tokenizer.matcher(grammar, NUM_LOGITS)
 
 
+# What the library gives up on after some tokens, when it makes out more of the grammar.
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(900)}}
+STATES = {"anyOf": [{"type": "string", "pattern": f".*a.{{{i}}}"} for i in range(500, 1500)]}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"), [(MANY, "Current row has 3599 items"), (STATES, "too many expressions")]
+)
+def test_what_fails_in_mid_answer_is_refused_before_it(
+    engine: Engine, grammar: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UserError, match=f"it cannot be followed: .*{why}") as caught:
+        engine.prepare("abc", response_format=as_format(grammar))
+    assert caught.value.param == "response_format"
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_process_grammars_are_followed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(UserError, match="it cannot be followed"):
+        BpeTokenizer().matcher(schema(STATES), NUM_LOGITS)
+
+
 def test_a_crash_of_the_library_ends_another_process() -> None:
     """A schema that the library ends its process for, were it not refused before."""
     trials = GrammarTrials(definition((), {}), (257,), 258, TrialLimits(seconds=60))

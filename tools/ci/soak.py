@@ -12,7 +12,9 @@ quite different one.
 Each answer is compared with that of plain decoding without reuse, by a bundle of its own, for the
 same arguments: at fp32 it must be the same token for token, or a near tie must lie where they part.
 What streams give before they are closed must begin that answer. Acceptance by rejection and typical
-acceptance, whose answers need not be those of plain decoding, are run and not compared.
+acceptance, whose answers need not be those of plain decoding, are run and not compared; so are
+hostile requests, for answers in formats that are slow to read, compile or follow: these must end by
+their timeout, or be refused.
 
 Resident memory, threads and open files are sampled throughout. Exit code 1 if an answer differs,
 bad arguments raise anything but UserError, a request hangs, threads or open files are never again
@@ -50,6 +52,7 @@ from spec_runtime.measure.audit import first_difference, replay
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.sampling import Sampler, SamplingParams
 from tools.figures import command_line, manifest_of, run, write
+from tools.measure import hostile_clients
 
 ROOT = Path(__file__).parents[2]
 NOTE = "a pool of requests of its own; not recorded: prompts"
@@ -58,6 +61,8 @@ CHATS, TURNS = 6, 3
 MAX_GROWTH = 1.0  # MB a minute
 MAX_SHORT_GROWTH = 16.0  # MB, in a run too short for a slope
 PATIENCE = 120.0  # seconds that a request may take at the end
+HOSTILE_SECONDS = 0.5  # that a hostile request is given
+HOSTILE_PATIENCE = 20.0  # after which it has not kept to them
 WARM_UP = 0.2  # of the time
 TEXTS = (
     "say abc, 1",
@@ -100,6 +105,17 @@ class Findings:
             self.requests[kind] += 1
             self.outcomes[outcome] += 1
             self.tokens += tokens
+
+    def judge_hostile(
+        self, request: Request, seconds: float, found: GenerationResult | UserError
+    ) -> None:
+        """Counts a hostile request that ended after so many seconds."""
+        if seconds > HOSTILE_PATIENCE:
+            self.fail(f"hostile: {request.key[:200]}: took {seconds:.0f} s")
+        elif isinstance(found, UserError) and "\n" in str(found):
+            self.fail(f"hostile: {request.key[:200]}: refused in several lines: {found}")
+        else:
+            self.add("hostile", "not compared")
 
     def fail(self, what: str) -> None:
         with self.lock:
@@ -170,6 +186,14 @@ REFUSED: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("hi", {"acceptance": "best"}),
     ("hi", {"logit_bias": {10**9: 1.0}}),
 )
+
+
+def hostile(rng: random.Random) -> Request:
+    """Returns a request for an answer in a format that is slow to read, to compile or to follow; of
+    each kind there are few, so that what an engine remembers of them does not grow."""
+    make = rng.choice(list(hostile_clients.FORMATS.values()))
+    asked = {"response_format": make(rng.randrange(4)), "timeout": HOSTILE_SECONDS}
+    return Request("say abc, 1", {**asked, "max_new_tokens": 8})
 
 
 # ---- what must come ----
@@ -245,6 +269,7 @@ class Worker:
             (1, self.open_another),
             (1, self.other_rules),
             (2, self.refuse),
+            (1, self.hostile),
         ]
         weights = [weight for weight, _ in kinds]
         while time.monotonic() < deadline:
@@ -331,6 +356,15 @@ class Worker:
             self.findings.fail(f"{str(prompt)[:20]!r} {asked}: {type(error).__name__}: {error}")
         else:
             self.findings.fail(f"not refused: {str(prompt)[:20]!r} {asked}")
+
+    def hostile(self, engine: Engine, request: Request) -> None:
+        asked, begun = hostile(self.rng), time.monotonic()
+        found: GenerationResult | UserError
+        try:
+            found = engine.generate(asked.prompt, **asked.options)
+        except UserError as error:
+            found = error
+        self.findings.judge_hostile(asked, time.monotonic() - begun, found)
 
     def _judge_tokens(
         self, kind: str, engine: Engine, request: Request, token_ids: list[int]

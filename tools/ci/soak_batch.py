@@ -8,6 +8,7 @@ hundred tokens and, where the extra `grammar` is installed and reads the bundle'
 answers within grammars; all of it by AsyncEngine in this process. Some read their answers whole,
 some as streams; others close their streams early, cancel their calls or give them too little time,
 and most pause between two requests, so that calls join and leave the passes of others all the time.
+A few requests are hostile, as soak.py's.
 
 Before, the same bundle's engine has answered each request alone. A whole answer must be that one,
 token for token, or a near tie must lie where they part, which is listed; a part of one must be its
@@ -42,6 +43,7 @@ from tools.ci.soak import (
     Request,
     Sample,
     chosen_bundle,
+    hostile,
     options,
     pool,
     report,
@@ -113,6 +115,7 @@ class Soak:
             (2, self.leave),
             (2, self.cancel),
             (1, self.hurry),
+            (1, self.hostile),
         ]
         while not self.is_over:
             ask = rng.choices([each for _, each in kinds], [weight for weight, _ in kinds])[0]
@@ -178,6 +181,15 @@ class Soak:
             self._judge_part("timeout", request, result.token_ids)
         else:
             self._judge_whole("in time", request, result)
+
+    async def hostile(self, rng: random.Random, request: Request) -> None:
+        asked, begun = hostile(rng), time.monotonic()
+        found: GenerationResult | UserError
+        try:
+            found = await self.engine.generate(asked.prompt, **asked.options)
+        except UserError as error:
+            found = error
+        self.findings.judge_hostile(asked, time.monotonic() - begun, found)
 
     def _judge_whole(self, kind: str, request: Request, got: GenerationResult) -> None:
         expected = self.reference.answer(request)

@@ -2,6 +2,7 @@
 
     python -m tools.measure.load_server --bundle DIR [--requests 200] [--clients 16] --compare 5
     python -m tools.measure.load_server --bundle DIR --bundle OTHER --max-loaded 1
+    python -m tools.measure.load_server --bundle DIR --hostile all [--cold]
 
 Starts `spec-runtime serve` in a process of its own. Most requests are streams, some whole answers.
 About a third are unkind: readers that wait before each part, clients that leave in the midst of an
@@ -16,9 +17,13 @@ streams (median and 99th percentile); how often a request was overtaken by one t
 least 50 ms after it; and the server's memory, threads and open files before and after. Exit code 1
 if a request ended as it should not, or the server keeps threads or files.
 
-`--hostile N` sends the same requests once more while N clients attack the server, by headers
-without an end, connections that send half a request and grammars that do not end, and prints their
-figures, too.
+`--hostile KIND,KIND` (or `all`) does something else: for each kind of hostile client it starts a
+server, lets that client send its requests for some seconds beside eight ordinary ones, and ends the
+server by SIGTERM. With `--cold` each of these servers begins with an empty cache folder and meets
+the clients at once; otherwise all share one that is full. Prints, for each kind, the longest answer
+of /health, the ordinary clients' waits for a first token, how many of their requests were lost, how
+the hostile ones ended, the most memory of the server's processes, and its exit code. The tool's
+exit code is 1 if one of these is beyond its bound, see `--help`; a busy machine needs wider ones.
 
 `--compare` measures, in turn for this many rounds, the same streams by one client of the server and
 by the engine itself in this process, both with the first bundle, and prints the ratio of their
@@ -32,15 +37,12 @@ import asyncio
 import json
 import random
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,27 +50,20 @@ import httpx
 
 import spec_runtime
 from spec_runtime.errors import UserError
-from tools.figures import command_line, manifest_of, parse, run, write
+from tools.figures import command_line, manifest_of, markdown, parse, run, write
+from tools.measure import hostile_clients
+from tools.measure.hostile_clients import CHAT, QUESTIONS
+from tools.measure.hostile_load import HEAD, OWN, Bounds, besiege, row, served
 
 NOTE = "requests of its own; not recorded: prompts"
-PATH = "/v1/chat/completions"
 HEADERS = {"Content-Type": "application/json"}
 PATIENCE = 300.0  # seconds that a request may take
-OWN = httpx.Limits(max_keepalive_connections=0)  # each request has a connection of its own
 SLOW_SECONDS = 0.02  # that a slow reader waits before each part
 OVERTAKEN_SECONDS = 0.05
 TOO_LARGE = 2 << 20  # bytes
 # How many more there may be after the load: the two threads of the queue begin with the first
 # request, and stay.
 MORE = {"threads": 2, "files": 0}
-QUESTIONS = (
-    "Why is the sky blue?",
-    "Write two sentences about the sea.",
-    "List three uses of a wooden spoon.",
-    "Explain what a prime number is.",
-    "What should I pack for a day in the mountains?",
-    "Summarise the plot of a fairy tale that you know.",
-)
 # Of each kind: how many of a hundred requests it makes, and how such a request has to end.
 KINDS = {
     "stream": (50, "answered"),
@@ -78,31 +73,6 @@ KINDS = {
     "malformed JSON": (5, "400"),
     "bad UTF-8": (5, "400"),
     "oversized body": (5, "413"),
-}
-# A request whose grammar would take minutes to compile; each attack has a NUMBER of its own.
-BOMB = json.dumps(
-    {
-        "messages": [{"role": "user", "content": "hello"}],
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "schema": {
-                    "title": "NUMBER",
-                    "allOf": [{"pattern": f"(.*a.{{{count}}})"} for count in range(10, 26)],
-                }
-            },
-        },
-    }
-)
-# Of each kind of attack: what is sent first, and what is then sent for as long as possible.
-ATTACKS = {
-    "endless header": (b"GET / HTTP/1.1\r\nA: ", b"x" * 65536),
-    "half a request": (b"GET / HTTP/1.1\r\n", b""),
-    "grammar bomb": (
-        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: "
-        f"application/json\r\nContent-Length: {len(BOMB)}\r\n\r\n{BOMB}".encode(),
-        b"",
-    ),
 }
 
 
@@ -134,11 +104,9 @@ class Load:
     kinds: list[str]
     models: Sequence[str | None] = (None,)  # that are asked in turn; None is the server's first
     outcomes: list[Outcome] = field(default_factory=list)
-    attacks: Counter[str] = field(default_factory=Counter)  # that the server has ended
 
-    async def run(self, num_clients: int, num_hostile: int = 0) -> None:
-        """Sends all requests; each client sends its next one when the last has ended. Meanwhile
-        others attack the server."""
+    async def run(self, num_clients: int) -> None:
+        """Sends all requests; each client sends its next one when the last has ended."""
         waiting = list(enumerate(self.kinds))[::-1]
 
         async def client(http: httpx.AsyncClient) -> None:
@@ -156,29 +124,8 @@ class Load:
                 except httpx.HTTPError as error:
                     outcome.ended_as = type(error).__name__
 
-        names = list(ATTACKS) * num_hostile
-        attacking = [asyncio.create_task(self._attack(name)) for name in names[:num_hostile]]
         async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=OWN) as http:
             await asyncio.gather(*(client(http) for _ in range(num_clients)))
-        for task in attacking:
-            task.cancel()
-        await asyncio.gather(*attacking, return_exceptions=True)
-
-    async def _attack(self, name: str) -> None:
-        """Attacks the server, again and again."""
-        begin, more = ATTACKS[name]
-        host, _, port = self.url.removeprefix("http://").partition(":")
-        while True:
-            with suppress(OSError):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                with closing(writer):
-                    number = b"%06d" % random.randrange(10**6)
-                    writer.write(begin.replace(b"NUMBER", number))
-                    while more and not reader.at_eof():
-                        writer.write(more)
-                        await writer.drain()
-                    await reader.read()
-            self.attacks[name] += 1
 
 
 def kinds(num_requests: int, seed: int) -> list[str]:
@@ -211,7 +158,7 @@ def body_of(kind: str, number: int, max_new_tokens: int, model: str | None = Non
 
 async def ask(client: httpx.AsyncClient, body: bytes, outcome: Outcome) -> None:
     """Sends one request and notes how it ends."""
-    async with client.stream("POST", PATH, content=body, headers=HEADERS) as reply:
+    async with client.stream("POST", CHAT, content=body, headers=HEADERS) as reply:
         if reply.status_code != 200:
             outcome.ended_as = str(reply.status_code)
         elif outcome.kind == "whole":
@@ -299,25 +246,15 @@ def resources(pid: int) -> dict[str, float]:
     }
 
 
-def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
-    """Starts the server; returns its process and address once it answers."""
-    code = "from spec_runtime.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", "--port", "0"]
+def words_of(arguments: argparse.Namespace) -> list[str]:
+    """Returns the words after `spec-runtime serve`."""
+    words = []
     for name, folder in zip(names_of(arguments.bundle), arguments.bundle, strict=True):
-        command += ["--bundle", f"{name}={folder}"]
+        words += ["--bundle", f"{name}={folder}"]
     for name in ("drafter", "threads", "max_loaded"):
         if (value := getattr(arguments, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    line = process.stderr.readline()  # comes once it listens
-    found = re.search(r"http://[^\s,]+", line)
-    if found is None:
-        process.kill()
-        raise UserError(f"the server did not start: {line}{process.stderr.read()}")
-    return process, found[0]
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
 
 
 def names_of(bundles: Sequence[Path]) -> list[str]:
@@ -389,10 +326,76 @@ def num_streamed(client: httpx.Client, body: bytes) -> int:
 
     The client's own work takes no time from the engine: events are looked at when all are there.
     """
-    reply = client.post(PATH, content=body, headers=HEADERS)
+    reply = client.post(CHAT, content=body, headers=HEADERS)
     *_, last, done, _ = reply.content.split(b"\n\n")
     assert done == b"data: [DONE]", done
     return int(json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"])
+
+
+# ---- hostile clients ----
+
+
+def kinds_of(text: str) -> list[str]:
+    """Returns the kinds of hostile clients that a list names, `all` for all."""
+    names = list(hostile_clients.KINDS) if text == "all" else text.split(",")
+    if unknown := set(names) - set(hostile_clients.KINDS):
+        known = ", ".join(hostile_clients.KINDS)
+        raise UserError(f"got --hostile {sorted(unknown)[0]!r}, expected some of {known}, or all")
+    return names
+
+
+def measure_hostile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures each kind of hostile client, and prints a table of them."""
+    kinds = kinds_of(arguments.hostile)
+    bounds = Bounds(
+        arguments.max_health, arguments.max_first, arguments.max_growth, arguments.patience
+    )
+    cache = "empty" if arguments.cold else "full"
+    measured = []
+    words, seconds = words_of(arguments), arguments.hostile_seconds
+    for found in besiege(words, kinds, bounds, seconds, arguments.cold):
+        measured.append(found)
+        print(f"{len(measured)} of {len(kinds)}: {' | '.join(row(found))}", file=sys.stderr)
+    print(f"Cache folder: {cache}\n")
+    print(markdown(HEAD, map(row, measured)))
+    broken = sum(bool(each["broken"]) for each in measured)
+    return {"cache": cache, "bounds": asdict(bounds), "kinds": measured, "broken": broken}
+
+
+# ---- the run ----
+
+
+def measure_load(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Sends the load; "broken" says whether anything ended as it should not."""
+    models = names_of(arguments.bundle)
+    with served(words_of(arguments)) as server:
+
+        def warm_up() -> None:
+            """Asks each bundle, the first one last, so that the same ones are open after it."""
+            for model in reversed(models):
+                load = Load(server.url, arguments.max_new_tokens, 3 * list(KINDS), [model])
+                asyncio.run(load.run(arguments.clients))
+
+        warm_up()
+        before = resources(server.pid)
+        drawn = kinds(arguments.requests, arguments.seed)
+        load = Load(server.url, arguments.max_new_tokens, drawn, models)
+        begun = time.perf_counter()
+        asyncio.run(load.run(arguments.clients))
+        figures = summary(load.outcomes)
+        figures["seconds"] = time.perf_counter() - begun
+        figures["clients"] = arguments.clients
+        if len(models) > 1:
+            figures["bundles"], figures["max_loaded"] = len(models), arguments.max_loaded
+            figures["openings"] = openings(server.url)
+            warm_up()
+        figures["before"], figures["after"] = before, settle(server.pid, before)
+        if arguments.compare:
+            figures["one_client"] = compare(server.url, arguments)
+        figures["exit_code"] = server.stop()
+    is_bad = figures["wrong"] or kept(before, figures["after"]) or figures["exit_code"] != "0"
+    print(json.dumps(figures, indent=2))
+    return figures | {"broken": bool(is_bad)}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -403,55 +406,22 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hostile", type=int, default=0, metavar="CLIENTS")
     parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
+    parser.add_argument("--hostile", metavar="KIND[,KIND]", help="or all")
+    parser.add_argument("--cold", action="store_true", help="an empty cache folder for each kind")
+    for name, value, text in (
+        ("hostile-seconds", 10.0, "seconds of each kind"),
+        ("max-health", Bounds.health, "seconds of an answer of /health"),
+        ("max-first", Bounds.first, "seconds until a first token"),
+        ("max-growth", Bounds.growth, "MB by which the server grows, which is then ended"),
+        ("patience", Bounds.patience, "seconds after which a request counts as lost"),
+    ):
+        parser.add_argument(f"--{name}", type=float, default=value, help=f"{text}; {value:g}")
     arguments = parse(parser, words)
-    process, url = start_server(arguments)
-    models = names_of(arguments.bundle)
-
-    def warm_up() -> None:
-        """Asks each bundle, the first one last, so that the same ones are open after it."""
-        for model in reversed(models):
-            load = Load(url, arguments.max_new_tokens, 3 * list(KINDS), [model])
-            asyncio.run(load.run(arguments.clients))
-
-    try:
-        warm_up()
-        before = resources(process.pid)
-        drawn = kinds(arguments.requests, arguments.seed)
-        load = Load(url, arguments.max_new_tokens, drawn, models)
-        begun = time.perf_counter()
-        asyncio.run(load.run(arguments.clients))
-        figures = summary(load.outcomes)
-        figures["seconds"] = time.perf_counter() - begun
-        figures["clients"] = arguments.clients
-        if arguments.hostile:
-            again = Load(url, arguments.max_new_tokens, drawn, models)
-            asyncio.run(again.run(arguments.clients, arguments.hostile))
-            attacked = summary(again.outcomes) | {"attacks_ended": dict(again.attacks)}
-            figures["hostile"], figures["attacked"] = arguments.hostile, attacked
-        if len(models) > 1:
-            figures["bundles"], figures["max_loaded"] = len(models), arguments.max_loaded
-            figures["openings"] = openings(url)
-            warm_up()
-        figures["before"], figures["after"] = before, settle(process.pid, before)
-        if arguments.compare:
-            figures["one_client"] = compare(url, arguments)
-        process.send_signal(signal.SIGTERM)
-        figures["exit_code"] = process.wait(PATIENCE)
-    finally:
-        process.kill()
-        process.wait()
-    print(json.dumps(figures, indent=2))
+    figures = (measure_hostile if arguments.hostile else measure_load)(arguments)
     manifest = manifest_of(arguments.bundle[0])
     write(arguments.json, figures, threads=arguments.threads, manifest=manifest, note=NOTE)
-    is_bad = (
-        figures["wrong"]
-        or figures.get("attacked", {}).get("wrong")
-        or kept(before, figures["after"])
-        or figures["exit_code"]
-    )
-    return 1 if is_bad else 0
+    return 1 if figures["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     is_anchor = config.is_anchor(given.get("alignment"), found)
     rows, mask = config.block_size(found), config.get("mask_token_id")
     V = backbone.config.vocab_size
-    if type(mask) is not int or not 0 <= mask < V:
+    if mask is None or mask >= V:
         raise UserError(
             f"{folder.path}: got mask_token_id {mask!r:.40}, expected one below {V}, the rows of "
             "the target's embedding"
@@ -158,8 +158,6 @@ class _Settings:
         top, self._folder = folder.config, folder
         layer = top.get("transformer_layer_config") or {}
         nested = top.get("dflash_config") or {}
-        if not isinstance(layer, dict) or not isinstance(nested, dict):
-            raise UserError(f"{folder.path}: got a config whose parts are no objects")
         if layer:
             layer = with_defaults(folder, layer, MODELS)
         elif top.get("model_type") not in (None, *MODELS):
@@ -205,7 +203,7 @@ class _Settings:
             steps, n = range(count), self.get("num_target_layers", n)
             ids = [round(1 + i * (n - 4) / (count - 1)) for i in steps] if count > 1 else [n // 2]
             found.doubts.append(f"the config names no layers: outputs {ids} are the usual ones")
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        if ids is None:
             raise unsupported(self._folder, name, ids, "a list of integers")
         if is_input:
             return ids
@@ -224,8 +222,6 @@ class _Settings:
             value = self.format == "GGUF"  # as llama.cpp reads it
             read = f"read as {'yes' if value else 'no'}: --alignment {ANCHOR[not value]}"
             found.doubts.append(f"{name} is not in the config, {read}")
-        if value not in (None, True, False):
-            raise unsupported(self._folder, name, value, "true or false")
         return bool(value)
 
     def block_size(self, found: Reading) -> int:
@@ -234,7 +230,7 @@ class _Settings:
         if rows is None:
             rows = ROWS.get(self.format)
             found.doubts.append(f"the config names no block_size: {rows} is the usual one")
-        if type(rows) is not int or rows < 2:
+        if rows is None:
             raise unsupported(self._folder, "block_size", rows, "2 rows or more")
         return rows
 
@@ -311,10 +307,9 @@ def _convolution(
 ) -> dict[str, int]:
     """Moves a convolution of this name into `state` and returns the fields that it decides."""
     state[f"{name}.project"] = project = folder.take(f"{name}.kernel_projection.weight").T
-    base = folder.tensors.pop(f"{name}.base_kernel", torch.zeros(0)).float()
-    D, rows = project.shape
-    size = base.shape[1] if base.dim() == 3 else 0
-    if not size or base.shape != (2, size, D) or 2 * size * D % max(rows, 1):
+    base = folder.take(f"{name}.base_kernel", 3)
+    (D, rows), size = project.shape, base.shape[1]
+    if not size or not rows or base.shape != (2, size, D) or 2 * size * D % rows:
         raise UserError(
             f"{folder.path}: got {name} of shapes {list(base.shape)} and {[rows, D]}, expected "
             f"[2, size, {D}] and [2 · size · groups, {D}]"
@@ -343,7 +338,7 @@ def _selector(
     tables = [folder.take(name) for name in names]
     rank, top_k = tables[0].shape[1], config.get("selector_top_k", 16)
     config.require("selector_rank", rank)
-    if type(top_k) is not int or not 1 <= top_k <= sizes[0]:
+    if not 1 <= top_k <= sizes[0]:
         raise unsupported(folder, "selector_top_k", top_k, "a number of candidates")
     _take_tables(folder, tables, sizes, state)
     state["markov_hidden"] = folder.take("candidate_selector.hidden_projection.weight").T

@@ -134,8 +134,6 @@ class _Settings:
         top, self._folder, self._path = folder.config, folder, folder.path
         self._layer = top.get("transformer_layer_config") or top
         self._nested = top.get("eagle_config") or {}
-        if not isinstance(self._layer, dict) or not isinstance(self._nested, dict):
-            raise UserError(f"{folder.path}: got a config whose parts are no objects")
         if self._layer is not top:
             self._layer = with_defaults(folder, self._layer, ONLY["model_type"])
         self._top = top
@@ -209,8 +207,6 @@ class _Settings:
         if ids is None:
             found.doubts.append(f"the config names no layers: taps {default} are the usual ones")
             return default
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise self._unsupported("layer ids", ids, "a list of integers")
         outputs = [i + 1 for i in ids]
         if self.format == "GGUF":
             if ids == default:
@@ -250,14 +246,13 @@ class _Settings:
 
     def num_guesses(self) -> int:
         """Returns how many tokens a P-EAGLE drafter is to guess, the number it was trained for."""
-        about = self._top.get("speculators_config")
-        methods = about.get("proposal_methods") if isinstance(about, dict) else None
-        first = methods[0] if isinstance(methods, list) and methods else None
-        number = first.get("speculative_tokens") if isinstance(first, dict) else None
-        if type(number) is not int or number < 1:
+        about = self._top.get("speculators_config") or {}
+        first, *_ = about.get("proposal_methods") or [{}]
+        number: int | None = first.get("speculative_tokens")
+        if number is None:
             raise UserError(
-                f"{self._path}: got speculative_tokens {number!r:.40} in the speculators_config, "
-                "expected the number of guesses, 1 or more"
+                f"{self._path}: got speculative_tokens None in the speculators_config, expected "
+                "the number of guesses"
             )
         return number
 
@@ -311,14 +306,14 @@ def _masks(
             f"got --norm-output for {folder.path}, a P-EAGLE drafter, expected none: no row of it "
             "reads another one's output"
         )
-    hidden, token = folder.tensors.pop(MASK).float(), config.get("mask_token_id")
-    if hidden.numel() != width or hidden.dim() != 3:
+    hidden, token = folder.take(MASK, 3), config.get("mask_token_id")
+    if hidden.numel() != width:
         raise UserError(
             f"{folder.path}: got {MASK} of shape {list(hidden.shape)}, expected [1, 1, {width}]"
         )
-    if type(token) is not int or token < 0:
+    if token is None:
         raise UserError(
-            f"{folder.path}: got mask_token_id {token!r:.40} in the config, expected the id of "
+            f"{folder.path}: got mask_token_id None in the config, expected the id of "
             "the token that mask rows read"
         )
     state[MASK] = hidden.flatten()

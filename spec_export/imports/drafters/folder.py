@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from spec_export.model import foreign_json
 from spec_export.model.files import HEADS, weight_files
 from spec_export.model.pretrained import read_tensors
 from spec_runtime.errors import UnsupportedModelError, UserError
-from spec_runtime.files.mapping import brief, parse_json
+from spec_runtime.files.mapping import brief, parse_json, require_keys, require_types
 from spec_runtime.files.writing import sha256
 
 # Settings that change what is drafted and no weight, and what our `export` calls them in the
@@ -29,8 +30,8 @@ MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a 
 class ForeignFolder:
     """Holds a drafter's files in memory: `config` as it is, and the tensors in float32.
 
-    path: the folder, or a GGUF file. Of a whole model with Medusa's heads it holds the heads;
-    is_whole_model says so.
+    Scalars have one axis. path: the folder, or a GGUF file. Of a whole model with Medusa's heads it
+    holds the heads; is_whole_model says so.
     """
 
     path: Path
@@ -38,6 +39,9 @@ class ForeignFolder:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     is_whole_model: bool = False
+
+    def __post_init__(self) -> None:
+        self.tensors = {name: torch.atleast_1d(each) for name, each in self.tensors.items()}
 
     def search(self) -> dict[str, int]:
         """Returns how our `export` says that a drafter of ours is searched, by names of SEARCH;
@@ -47,13 +51,11 @@ class ForeignFolder:
                 with safe_open(file, "pt") as opened:
                     text = (opened.metadata() or {}).get(SEARCH_KEY, "{}")
                 try:
-                    found = parse_json(text.encode())
+                    found: dict[str, int] = parse_json(text.encode())
+                    require_types(foreign_json.SEARCH, found, "")
+                    require_keys(found, SEARCH, ())
                 except ValueError as error:
                     raise UserError(f"{file}: got {SEARCH_KEY} {brief(error)}") from error
-                if not isinstance(found, dict) or found.keys() - set(SEARCH):
-                    raise UserError(
-                        f"{file}: got {SEARCH_KEY} {text!r:.80}, expected {', '.join(SEARCH)}"
-                    )
                 return found
         return {}
 
@@ -61,18 +63,23 @@ class ForeignFolder:
         """Returns the SHA-256 of each file."""
         return {file.name: sha256(file) for file in self.files}
 
-    def take(self, name: str) -> Tensor:
-        """Returns a tensor and marks it as read; raises UserError if it is not there, or is no
-        vector of a norm or bias and no matrix."""
+    def take(self, name: str, axes: int | None = None) -> Tensor:
+        """Returns a tensor in float32 and marks it as read; raises UserError if it is not there,
+        is not finite, or has not so many axes: by default those of a norm, a bias or a matrix."""
         if name not in self.tensors:
             raise UserError(f"{self.path}: got no tensor {name}, expected it in such a drafter")
         tensor = self.tensors.pop(name)
-        expected = 1 if "norm" in name or name.endswith(".bias") else 2
+        expected = axes or (1 if "norm" in name or name.endswith(".bias") else 2)
         if tensor.dim() != expected:
             raise UserError(
                 f"{self.path}: got {name} of shape {list(tensor.shape)}, expected {expected} axes"
             )
-        return tensor.float() if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point() or not all(map(torch.isfinite, tensor.float().aminmax())):
+            raise UserError(
+                f"{self.path}: got {name} of {tensor.dtype} or with NaN or infinity, expected "
+                "finite fractions"
+            )
+        return tensor.float()
 
     def require_all_read(self, harmless: Collection[str]) -> None:
         """Raises UnsupportedModelError if a tensor is left that changes what the drafter does."""
@@ -92,12 +99,7 @@ def open_folder(path: Path) -> ForeignFolder:
     UserError if a file is missing or damaged, and UnsupportedModelError, before weights are read,
     for those of PARD-2; pickled files may hold tensors only.
     """
-    try:
-        config = parse_json((path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
+    config = foreign_json.read(path / "config.json", foreign_json.CONFIG)
     refused = next((key for key in PARD_2 if key in config), None)
     if refused is not None:
         raise UnsupportedModelError(

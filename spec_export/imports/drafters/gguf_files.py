@@ -19,7 +19,9 @@ from spec_export.imports.drafters.folder import ForeignFolder
 from spec_export.imports.gguf import header as gguf_header
 from spec_export.imports.gguf import weights as gguf_weights
 from spec_export.imports.gguf.header import FREQS, GGUFTensor
+from spec_export.model import foreign_json
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files import mapping
 
 # A file's keys under its architecture's name with the names that a config has, and those that tell
 # nothing more.
@@ -151,6 +153,7 @@ def open_file(path: Path) -> ForeignFolder:
         else:
             theirs = (NAMES | known.names).get(stem)
         tensors[theirs + name[len(stem) :] if theirs else name] = tensor
+    mapping.require_types(foreign_json.CONFIG, config, f"{path}: ")
     pairs = _head_dim(config, tensors) // 2
     if config.get("rotary_dim") not in (None, 2 * pairs):
         raise UnsupportedModelError(
@@ -184,11 +187,11 @@ def _scaled_rotation(factors: list[float]) -> dict[str, Any]:
 
 
 def _require_factors(path: Path, factors: list[float], expected: int) -> None:
-    """Raises UserError unless each pair of a head's numbers has a factor of more than 0."""
-    if len(factors) != expected or not min(factors) > 0:
+    """Raises UserError unless each pair of a head's numbers has a factor."""
+    if len(factors) != expected:
         raise UserError(
-            f"{path}: got {len(factors)} factors from {min(factors, default=0)} in {FREQS}, "
-            f"expected {expected} of more than 0"
+            f"{path}: got {len(factors)} factors in {FREQS}, expected {expected}, one for each "
+            "frequency of a head"
         )
 
 

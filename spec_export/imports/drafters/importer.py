@@ -30,6 +30,7 @@ from spec_runtime.files.mapping import brief
 ANSWER_TOKENS = 48  # of each prompt that is measured
 # Each has `matches`, which looks at a folder's config and tensors, and `read`.
 FORMATS = (pard, dflash, eagle3, medusa, eagle1)
+MAX_MEASURED = 8192  # tokens; the shipped prompts with their answers have far fewer
 POOR = 1.3  # a chain's accepted length below which other readings are measured too
 
 
@@ -77,7 +78,8 @@ def run(
             f"of {', '.join(each.SHOWS for each in FORMATS)}"
         )
     outline, weights, tokenizer = target.open_weights(ours)  # its tables are read when needed
-    backbone = Backbone.deferred(outline.config, weights)
+    length = min(outline.config.max_position_embeddings, MAX_MEASURED)
+    backbone = Backbone.deferred(outline.config, weights, max_length=length)
     try:
         found: Reading = form.read(folder, backbone, overrides.given())
     except RuntimeError as error:  # torch joins no tensors of different widths

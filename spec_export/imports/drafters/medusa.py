@@ -9,6 +9,7 @@ vLLM's blocks differ, have biases only if the config says so, and may guess a pa
 from __future__ import annotations
 
 import re
+from itertools import count
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ KNOWN = (
     *("original_lm_head", "truncated_vocab_size", "medusa_hidden_size", "medusa_vocab_size"),
     *("medusa_choices", "max_paths", "topk", "max_seq_len", "num_lookahead_tokens"),
 )
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
-_HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
+HEAD = re.compile(r"\d+\.\d+\.weight")
 
 
 def matches(folder: ForeignFolder) -> bool:
@@ -72,11 +72,12 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     if not is_own:
         ids = _rename_vllms(folder, backbone)
     has_bias = is_own or bool(config.get("medusa_fc_bias"))
-    blocks, heads = (_indices(pattern, folder) for pattern in (_BLOCK, _HEAD))
-    num_heads = max(i for i, _ in blocks) + 1
-    num_layers = max([*(j + 1 for _, j in blocks), *(j for _, j in heads)])
-    if type(config.get("medusa_num_layers")) is int:  # of one and the same block, stored once
-        num_layers = max(num_layers, config["medusa_num_layers"])
+    tensors = folder.tensors
+    num_heads = next(i for i in count() if f"{i}.0.linear.weight" not in tensors)
+    stored_layers = next(j for j in count() if f"0.{j}.linear.weight" not in tensors)
+    # of one and the same block, which may be stored once
+    num_layers = max(stored_layers, config.get("medusa_num_layers") or 1)
+    heads = any(HEAD.fullmatch(name) for name in tensors)
     V, D = backbone.config.vocab_size, backbone.config.hidden_size
     state: dict[str, Tensor] = {}
     for i in range(num_heads):
@@ -117,12 +118,6 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     if config.get("medusa_num_heads") not in (None, num_heads):
         found.said.append(f"the config speaks of {config['medusa_num_heads']!r:.20} heads")
     return found
-
-
-def _indices(pattern: re.Pattern[str], folder: ForeignFolder) -> list[tuple[int, int]]:
-    """Returns the numbers of head and block in each tensor's name that matches."""
-    matches = (pattern.fullmatch(name) for name in folder.tensors)
-    return [(int(match[1]), int(match[2])) for match in matches if match]
 
 
 def _rename_vllms(folder: ForeignFolder, backbone: Backbone) -> Tensor | None:

@@ -35,7 +35,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     is_bfloat16 = target.read_config(source).dtype == torch.bfloat16
     model, tokenizer = target.load(source)
     rows, mask_id = model.config.vocab_size, folder.config[PARD]
-    if type(mask_id) is not int or not 0 <= mask_id < rows:
+    if mask_id is None or mask_id >= rows:
         raise unsupported(folder, PARD, mask_id, f"one of its {rows} tokens")
     kind, count = model.config.model_type, model.num_parameters()
     return Reading(

@@ -42,8 +42,8 @@ SLIDING = "sliding_attention"
 def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:
     """Returns the error about a key of the config whose value is not supported."""
     return UnsupportedModelError(
-        f"{folder.path}: got {name} {value!r:.40} in the config, expected {expected}: such a "
-        "drafter is not supported"
+        f"{folder.path}: got {brief(name, 80)} {value!r:.40} in the config, expected {expected}: "
+        "such a drafter is not supported"
     )
 
 
@@ -64,8 +64,8 @@ def require_known_keys(
     for name in left:
         if not name.endswith("_id"):
             raise UnsupportedModelError(
-                f"{folder.path}: got {name} {config[name]!r:.40} in the config, a key that is not "
-                "known: if it changes nothing in the forward pass, remove it from the config"
+                f"{folder.path}: got {brief(name, 80)} {config[name]!r:.40} in the config, a key "
+                "that is not known: if it changes nothing in the forward pass, remove it from there"
             )
 
 
@@ -235,7 +235,7 @@ def layer_sizes(folder: ForeignFolder, num_heads: Any) -> dict[str, int]:
         part: len(folder.tensors.get(f"layers.0.{part}_proj.weight", ()))
         for part in ("self_attn.q", "self_attn.k", "mlp.up")
     }
-    if type(num_heads) is not int or num_heads < 1 or rows["self_attn.q"] % num_heads:
+    if num_heads is None or rows["self_attn.q"] % num_heads:
         raise UserError(
             f"{folder.path}: got num_attention_heads {num_heads!r:.40} and {rows['self_attn.q']} "
             "rows of q_proj, expected a multiple"
@@ -270,7 +270,7 @@ def sliding_layers(
         raise unsupported(folder, "layer_types", strange or kinds, expected)
     if sliding and is_on is False:
         raise unsupported(folder, "use_sliding_window", False, f"True beside {SLIDING}")
-    if sliding and (type(window) is not int or window < least):
+    if sliding and (window or 0) < least:
         raise unsupported(folder, "sliding_window", window, f"{least} positions or more")
     if not sliding:
         return {}

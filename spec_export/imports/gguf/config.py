@@ -12,7 +12,9 @@ from typing import Any
 from spec_export.imports.gguf.architectures import ARCHITECTURES, Architecture
 from spec_export.imports.gguf.header import FREQS, LONG, SHORT, GGUFHeader
 from spec_export.imports.gguf.keys import Keys
+from spec_export.model import foreign_json
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files import mapping
 
 SIZES = {  # fields of a transformers config by their keys
     "context_length": "max_position_embeddings",
@@ -94,6 +96,7 @@ def config_fields(header: GGUFHeader) -> dict[str, Any]:
     for name in SCALES:
         keys.require(name, (0, 1))
     keys.require_none_left()
+    mapping.require_types(foreign_json.CONFIG, fields, "the GGUF file: ")
     return fields
 
 

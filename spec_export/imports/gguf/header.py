@@ -220,8 +220,8 @@ class _Cursor:
     def name(self) -> str:
         """Returns the name of a value or a tensor, which messages may repeat."""
         name = self.text()
-        if len(name) > MAX_NAME:
-            raise UserError(f"it holds a name of {len(name)} characters: {name:.40}...")
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise UserError(f"it holds a name of {len(name)} characters: {name!r:.40}...")
         return name
 
     def value(self, kind: int) -> Any:

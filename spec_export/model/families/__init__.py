@@ -50,6 +50,7 @@ from spec_export.model.families.family import Scale as Scale
 from spec_export.model.families.family import capped as capped
 from spec_export.model.families.family import has_tables_by_kind as has_tables_by_kind
 from spec_runtime.errors import UnsupportedModelError
+from spec_runtime.files.mapping import brief
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -117,11 +118,11 @@ MISSING = {
 
 def require_known(model_type: object) -> Family:
     """Returns the table of a family; raises UnsupportedModelError, which lists all, for others."""
-    if model_type not in FAMILIES:
+    if str(model_type) not in FAMILIES:
         missing = MISSING.get(str(model_type).removesuffix("_text"))
         needs = f" (it needs {missing})" if missing else ""
         raise UnsupportedModelError(
-            f"got a model of type '{model_type!s:.40}', which is not supported{needs}: "
+            f"got a model of type '{brief(model_type, 40)}', which is not supported{needs}: "
             f"expected one of {', '.join(FAMILIES)}"
         )
     return FAMILIES[str(model_type)]

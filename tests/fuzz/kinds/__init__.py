@@ -9,6 +9,7 @@ from kinds import (
     damaged_files,
     export_commands,
     foreign_drafters,
+    foreign_fields,
     grammars,
     json_lines,
     manifests,
@@ -41,4 +42,4 @@ KINDS: dict[str, Kind] = {
         commands,
         export_commands,
     )
-}
+} | {kind.name: kind for kind in foreign_fields.KINDS}
