@@ -146,11 +146,12 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Builds a float32 bundle for TensorRT, whose plans are a few bytes."""
     from spec_export.graphs import tensorrt as build
 
-    out, options = tmp_path_factory.mktemp("tensorrt") / "bundle", {"backend": "tensorrt"}
+    out = tmp_path_factory.mktemp("tensorrt") / "bundle"
+    options: Any = {"backend": "tensorrt", "compute_capabilities": [CAPABILITY]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "import_tensorrt", host.tensorrt)
         patch.setattr(build, "build_plan", lambda *_: b"a plan")
-        return workshop.build(out, *DRAFTERS, compute_capabilities=[CAPABILITY], **options)
+        return workshop.build(out, *DRAFTERS, **options)
 
 
 @pytest.fixture
