@@ -22,9 +22,7 @@ from spec_runtime.backends import Runtime, open_graph, pad_rows, shapes
 from spec_runtime.backends.cpu import backend as cpu
 from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.backends.cuda import device_runs
-from spec_runtime.backends.cuda.copies import Copies
-from spec_runtime.backends.layout import ALIGNMENT, PackedFeeds
-from spec_runtime.backends.session import NamingGraph, OrtBackend
+from spec_runtime.backends.session import OrtBackend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.loop.kv import Cache, open_cache
@@ -485,43 +483,3 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     value = CpuBackend(tmp_path / "g.onnx", graph, 5, 1).buffers["kv.0.k"]
     assert (value.data_type(), value.shape()) == ("tensor(bfloat16)", [1, 1, 5, 3])
     assert ctypes.string_at(value.data_ptr(), 30) == bytes(30)
-
-
-def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> None:
-    """Makes the real calls that fetch one row, on the CPU."""
-    onnx.save(model_of(NEGATED), tmp_path / "g.onnx")
-    x, logits = (TensorSpec(name, "float32", ("M", 4)) for name in ("x", "logits"))
-    graph = Graph("g.onnx", "stateless", (x,), (logits,))
-    session = CpuBackend(tmp_path / "g.onnx", graph, 1, 1).session
-    runs = device_runs.DeviceRuns(session, graph, 1, {}, Copies(), "cpu")
-    array = np.arange(16, dtype=np.float32).reshape(4, 4)
-    outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
-    rows = kept["logits"]
-    assert (outputs, rows.shape, len(rows)) == ({}, (4, 4), 4)
-    assert [rows[i].tolist() for i in (2, 0)] == [[-8, -9, -10, -11], [0, -1, -2, -3]]
-    assert runs.bytes_to_host == 2 * 16
-    assert np.array_equal(np.asarray(rows), -array)
-    assert runs.bytes_to_host == 2 * 16 + 64
-    assert np.array_equal(runs.run({"x": 2 * array}, ["logits"], [])[0]["logits"], -2 * array)
-    with pytest.raises(AssertionError, match="read after the backend's next run"):
-        rows[1]
-
-
-def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) -> None:
-    """Makes the real calls again. The graph gives x where c, else -x; c is 5 bytes long."""
-    inputs = "g (bool[M] c, float16[M] x) => (float16[M] y)"
-    session = session_of(model_of(inputs + "{ n = Neg(x) y = Where(c, x, n) }"))
-    c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    specs = [TensorSpec("c", "bool", ("M",)), TensorSpec("x", "float16", ("M",))]
-    packed = PackedFeeds(specs, {"M": 5}, Copies().host)
-    assert packed.first == {"c": 0, "x": ALIGNMENT}
-    binding = session.io_binding()
-    naming = NamingGraph("g.onnx")
-    bound = device_runs.BoundShape(session, binding, naming, Copies(), packed, {}, "cpu")
-    binding.bind_output("y", "cpu")
-    for sign in (1, -1):
-        packed.arrays["c"][...] = c_M
-        packed.arrays["x"][...] = sign * x_M
-        bound.upload.start()
-        bound.enqueue()
-        assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
