@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from contract import PROMPTS
-from host_cuda import HostCuda
+from host_cuda import HostCuda, step_feeds
 from tiny_target import save_llama
 from workshop import FluentWorkshop
 
@@ -141,6 +141,22 @@ def test_a_shared_pass_says_what_each_lanes_own_says(
         assert counts == [[kinds, 0, 0], [0, kinds, 0], [0, 0, kinds], [0, 0, kinds]]
     else:
         assert counts == [[kinds, 0, 0]] * 4
+
+
+def test_a_shared_pass_waits_for_what_lanes_have_on_their_streams(
+    folders: dict[str, Path], device: HostCuda
+) -> None:
+    targets, asked = open_targets(folders["fp32"], True), ASKED["trees"]
+    passes = backends.open_lanes(bundles.read(folders["fp32"]), backends.Runtime("cuda", 1))
+    for target in targets:
+        backend, cache = target.lend()
+        backend.run(step_feeds(cache, [7, 8], [0, 0]), [])
+        cache.commit([0, 1])
+    assert device.is_busy
+    found = read(verify_together(passes, targets, asked), asked)
+    alone = [target.verify(*each) for target, each in zip(targets, asked, strict=True)]
+    for got, right in zip(found, read(alone, asked), strict=True):
+        assert got["logits"] == pytest.approx(right["logits"], abs=1e-5)
 
 
 def read(verified: Sequence[Any], asked: Sequence[Asked]) -> list[dict[str, np.ndarray]]:
