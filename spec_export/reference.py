@@ -24,15 +24,13 @@ def prose() -> str:
     return (ASSETS / "perplexity.txt").read_text(encoding="utf-8")
 
 
-def encode(tokenizer: Any, prompt: str, encoder: Any = None) -> list[int]:
+def encode(tokenizer: Any, prompt: str) -> list[int]:
     """Returns a prompt's ids by transformers' tokenizer, in its chat template if it has one.
 
-    encoder: what encodes in place of the tokenizer, which then only renders the template. Raises
-    UserError if the template fails.
+    Raises UserError if the template fails.
     """
-    encoder = encoder or tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        return list(encoder.encode(prompt, add_special_tokens=True))
+        return list(tokenizer.encode(prompt, add_special_tokens=True))
     messages = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -41,4 +39,4 @@ def encode(tokenizer: Any, prompt: str, encoder: Any = None) -> list[int]:
         raise UserError(
             f"the target's chat template fails: {type(error).__name__}: {reason}; mend it"
         ) from error
-    return list(encoder.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(text, add_special_tokens=False))

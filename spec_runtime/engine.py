@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, Unpack
 
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.bundle.memory import available_bytes
-from spec_runtime.dialogue.messages import Message, Tools
+from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.errors import ContextLengthError, UserError
@@ -28,7 +27,6 @@ from spec_runtime.loop.generate import WAITS, Gate, Generation, generate
 from spec_runtime.loop.options import CallOptions, read_options
 from spec_runtime.loop.proposer import Proposer
 from spec_runtime.loop.result import Chunk, GenerationResult
-from spec_runtime.loop.rows_file import RowsOwner
 from spec_runtime.loop.stats import Stats
 from spec_runtime.loop.step import Ending, Step
 from spec_runtime.loop.target import SharedPasses, Target, Wants
@@ -83,14 +81,11 @@ class ManyAnswers(Protocol):
 
 
 class DrafterSource(Protocol):
-    """Opens further drafters of the same bundle, see load.DrafterOpener; `bundle_hash` is the
-    SHA-256 of its manifest, and `names` are those of the drafters."""
+    """Opens further drafters of the same bundle, see load.DrafterOpener; `names` are those of the
+    drafters."""
 
     @property
     def names(self) -> Sequence[str]: ...
-
-    @property
-    def bundle_hash(self) -> str: ...
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
 
@@ -457,44 +452,6 @@ class Engine:
                 param="prompt",
             )
         return ids
-
-    def save_conversation(
-        self, path: str | Path, messages: Sequence[Message] | None = None
-    ) -> None:
-        """Writes a conversation to a safetensors file: its messages, and tokens and KV of its rows.
-
-        `messages` say which; of their rows, those that are kept are written. None is the
-        conversation answered last, without messages. `load_conversation` takes it up again, in this
-        process or another. Waits for its turn, as `generate` does.
-
-        Raises UserError if the engine was loaded without kept_mb, if there are no messages and
-        nothing was answered since another engine used the target, and for messages that `generate`
-        refuses or that take more than 1 MB; OSError if the file cannot be written.
-        """
-        conversations, owner = self._open_parts().conversations, self._rows_owner()
-        tokens = None if messages is None else self.encode(messages)
-        with self.target.lock.hold():
-            conversations.save(Path(path), owner, tokens, messages or ())
-
-    def load_conversation(self, path: str | Path) -> list[Message]:
-        """Reads a conversation that `save_conversation` wrote and returns its messages; the next
-        call that begins like it goes on from its rows.
-
-        Raises UserError for a file of another bundle or drafter or one that is damaged, if it
-        takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
-        file.
-        """
-        conversations, owner = self._open_parts().conversations, self._rows_owner()
-        with self.target.lock.hold():
-            return conversations.load(Path(path), owner)
-
-    def _rows_owner(self) -> RowsOwner:
-        parts = self._open_parts()
-        if parts.opener is None or not parts.conversations.max_bytes:
-            raise UserError(
-                "got an engine that keeps no conversations, expected one of load(…, kept_mb=…)"
-            )
-        return RowsOwner(parts.opener.bundle_hash, parts.drafter.name)
 
     def cancel(self) -> None:
         """Ends the generation that is running on this engine, if one is, from any thread.

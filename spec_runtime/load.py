@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -20,9 +19,8 @@ from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.machine import warn_of_threads
 from spec_runtime.files.mapping import require_keys
-from spec_runtime.files.writing import sha256
 from spec_runtime.loop.kv import open_cache
-from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.options import Option
 from spec_runtime.pace import first_use
@@ -55,11 +53,9 @@ class LoadOptions(Runtime):
     CUDA, where the bundle has one that ONNX Runtime opens and can capture; otherwise the ordinary
     loop runs, and a warning says why.
 
-    memory: no token changes, but a request that repeats an earlier answer gets faster, which its
-    sender can notice: do not share such an engine between users who must not learn of each other's
-    answers. map_weights: weights are packed for this CPU; the engines of one process share them
-    without it. CPU only. kept_mb: what was used least recently goes first. A conversation that goes
-    on, or shares a beginning, then needs not be read again. Backend "onnxruntime" only.
+    map_weights: weights are packed for this CPU; the engines of one process share them without it.
+    CPU only. kept_mb: what was used least recently goes first. A conversation that goes on, or
+    shares a beginning, then needs not be read again. Backend "onnxruntime" only.
     """
 
     drafter: Annotated[
@@ -93,11 +89,6 @@ class LoadOptions(Runtime):
     strict: Annotated[bool, Option("Decide near ties by one-row passes (fp32, fp16; greedy)")] = (
         False
     )
-    memory: Annotated[
-        int,
-        Ge(0),
-        Option("Prompt lookup also finds up to N tokens of earlier answers of this run; 0: none"),
-    ] = 0
     kept_mb: Annotated[
         int,
         Ge(0),
@@ -131,7 +122,6 @@ class LoadArguments(TypedDict, total=False):
     profile: bool
     fused: bool | None
     strict: bool
-    memory: int
     kept_mb: int
     context: int | None
     verify: bool
@@ -177,12 +167,6 @@ def load(
     target = _open_target(bundle, options)
     opener = DrafterOpener(bundle, target, tokenizer, options)
     opened = opener.open(drafter, options.lookup)
-    if options.memory and opened.name.rpartition("+")[2] != "prompt_lookup":
-        raise UserError(
-            f"got memory with drafter {opened.name}, expected prompt_lookup, or a trained drafter "
-            "with lookup",
-            param="memory",
-        )
     return Engine(target, tokenizer, opened, opener, options.kept_mb << 20)
 
 
@@ -230,11 +214,6 @@ class DrafterOpener:
         self._options = options
         self.names = drafter_names(bundle.manifest)
         self._measured: dict[profiles.Key, profiles.Profile] = {}
-
-    @cached_property
-    def bundle_hash(self) -> str:
-        """See engine.DrafterSource."""
-        return sha256(self._bundle.path / bundles.MANIFEST)
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         """Opens the drafter `name`, None = the first; `lookup` is that of `load`.
@@ -302,12 +281,7 @@ class DrafterOpener:
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
         entry = self._bundle.manifest.entry(name)
-        memory = self._options.memory
-        proposer: Proposer
-        if memory and name == "prompt_lookup":
-            proposer = MergedProposer(PlainProposer(), memory=memory)
-        else:
-            proposer = PROPOSERS[name](self._bundle, entry, self._options, target)
+        proposer = PROPOSERS[name](self._bundle, entry, self._options, target)
         if entry is None:
             if lookup:
                 raise UserError(
@@ -320,7 +294,7 @@ class DrafterOpener:
             lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if lookup else 0
         if lookup_nodes:
             name = f"{name}+prompt_lookup"
-            proposer = MergedProposer(proposer, lookup_nodes, memory)
+            proposer = MergedProposer(proposer, lookup_nodes)
         features = self._bundle.manifest.feature_outputs(entry)
         return OpenedDrafter(name, proposer, budget, features, entry.expected_accepted_length)
 

@@ -118,7 +118,6 @@ def write_prompts(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
 class ToyOpener:
     """Opens plain decoding or prompt lookup, as load.DrafterOpener does for a bundle."""
 
-    bundle_hash = ""
     names = ("prompt_lookup", "none")
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:

@@ -61,7 +61,7 @@ def test_base_dependencies_are_what_the_runtime_needs() -> None:
     assert names(project()["dependencies"]) == {
         *("numpy", "tokenizers", "jinja2", "typer", "rich"),
         *("pydantic", "annotated-types"),  # check options, manifests and recipes
-        *("filelock", "safetensors"),  # locks of files; saved conversations
+        "filelock",
     }
 
 

@@ -175,14 +175,13 @@ def run(
     with report.status("loading the reference model"):
         hf_model, hf_tokenizer = target.load(source)
         model_truth = TransformersModel(hf_model)
-        encoders = hf_tokenizer, target.reference_encoder(source) or hf_tokenizer
         fusions = _fusions(checkpoints, source, hf_model, report)
     rows: list[CheckRow] = []
     stores = opened is not None and _is_writable(opened, report)
     if opened is not None:
         _require_same_dims(opened, hf_model.config)
         _require_drafters(opened, fusions)
-        rows = _check_bundle(opened, source, model_truth, encoders, fusions, report)
+        rows = _check_bundle(opened, source, model_truth, hf_tokenizer, fusions, report)
     else:
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
@@ -194,7 +193,7 @@ def run(
                     )  # fmt: skip
                     make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)
-                    rows += _check_bundle(fresh, source, model_truth, encoders, fusions, report)
+                    rows += _check_bundle(fresh, source, model_truth, hf_tokenizer, fusions, report)
     return CheckResult(source.name, opened, rows, stores)
 
 
@@ -269,18 +268,15 @@ def _check_bundle(
     opened: bundles.Bundle,
     source: target.Source,
     truth: TransformersModel,
-    encoders: tuple[Any, Any],
+    hf_tokenizer: Any,
     fusions: Mapping[str, Fusion | None],
     report: Report,
 ) -> list[CheckRow]:
-    """Returns all rows of one bundle; one row says why if its graphs cannot be compared.
-
-    encoders: transformers' tokenizer, which renders the chat template, and what encodes the text.
-    """
+    """Returns all rows of one bundle; one row says why if its graphs cannot be compared."""
     info, graph = opened.manifest.target, opened.manifest.graphs["target"]
     name = info.precision if graph.form == "slots" else f"{info.precision} {graph.form}"
     tokenizer = Tokenizer(opened)
-    rows = [_tokenizer_row(name, tokenizer, *encoders), *_rounding_rows(name, opened, source)]
+    rows = [_tokenizer_row(name, tokenizer, hf_tokenizer), *_rounding_rows(name, opened, source)]
     if info.rope.get("factors") == "long":
         why = "transformers takes the short rotary factors for short sequences, the graph the long"
         return [*rows, CheckRow("logits", name, None, note=why)]
@@ -341,20 +337,18 @@ def _graph_rows(
     return rows
 
 
-def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any, encoder: Any) -> CheckRow:
-    """Counts the prompts and texts whose ids differ from those by the model's own files.
-
-    encoder: reads the target's GGUF file in plain Python, or its own tokenizer.json, never the
-    bundle's.
-    """
+def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any) -> CheckRow:
+    """Counts the prompts and texts whose ids differ from those by the model's own files, never the
+    bundle's."""
     prompts = reference.prompts()
     wrong = sum(
         encode_prompt(tokenizer, prompt, raw=False, system=None)
-        != reference.encode(hf_tokenizer, prompt, encoder)
+        != reference.encode(hf_tokenizer, prompt)
         for prompt in prompts
     )
     wrong += sum(
-        tokenizer.encode(text, special_tokens=True) != encoder.encode(text, add_special_tokens=True)
+        tokenizer.encode(text, special_tokens=True)
+        != hf_tokenizer.encode(text, add_special_tokens=True)
         for text in DELICATE_TEXTS
     )
     note = f"of {len(prompts)} prompts and {len(DELICATE_TEXTS)} texts"

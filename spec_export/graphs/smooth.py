@@ -39,7 +39,7 @@ def smooth(
     leaves the layers as they are, which a checkpoint made for int8 has smoothed itself. The
     rescaled weights are new tensors, so a model that the backbone shared them with stays as it was.
     """
-    for module, largest in _largest(backbone, smoothing_texts):
+    for module, largest in largest_outputs(backbone, smoothing_texts):
         if module is backbone.norm:
             head = backbone.head
             scale_D = _scale(largest[module], _largest_weights(real(head.weight), 0), HEAD_ALPHA)
@@ -70,22 +70,12 @@ def _scale(largest_x_K: Tensor, largest_w_K: Tensor, alpha: float) -> Tensor:
 
 def largest_outputs(
     backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]
-) -> dict[nn.Module, Tensor]:
-    """Returns the largest |x| per channel, f32[K], that each norm in front of a product gives.
+) -> Iterator[tuple[nn.Module, dict[nn.Module, Tensor]]]:
+    """Yields each layer, and last the final norm, with the largest |x| per channel, f32[K], that
+    each of its norms in front of a product gives.
 
     The first token of each text is left out: its few huge values (an attention sink) occur at no
-    other token.
-    """
-    found = _largest(backbone, smoothing_texts)
-    return {norm: seen_K for _, largest in found for norm, seen_K in largest.items()}
-
-
-def _largest(
-    backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]
-) -> Iterator[tuple[nn.Module, dict[nn.Module, Tensor]]]:
-    """Yields each layer, and last the final norm, with what `largest_outputs` says of its norms.
-
-    All texts go through a layer before the next one is read.
+    other token. All texts go through a layer before the next one is read.
     """
     runs = []
     with replaced(backbone.embedding, real), torch.no_grad():

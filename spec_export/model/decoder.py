@@ -155,10 +155,6 @@ class Backbone(nn.Module):
             for name in self._more_tables
         }
 
-    def empty_cache(self, slots: int | None = None) -> list[Tensor]:
-        """Returns zeroed buffers of `slots` rows each, see `DecoderConfig.empty_caches`."""
-        return list(self.config.empty_caches(slots or self.config.rows, self.dtype).values())
-
     def forward(
         self,
         input_ids: Tensor,
@@ -173,8 +169,8 @@ class Backbone(nn.Module):
         """Runs one step over N rows.
 
         input_ids i64[1,N], position_ids i64[1,N], mask bool[1,1,N,S] (True = attend), logit_rows
-        i64[M], write_index i64[1], src i64[A], perm i64[A+N], kv as `empty_cache` orders it; an
-        eager run does not change kv. write_index + A + N may not exceed S.
+        i64[M], write_index i64[1], src i64[A], perm i64[A+N], kv as `config.empty_caches` orders
+        it; an eager run does not change kv. write_index + A + N may not exceed S.
         Returns logits f32[M,V], features f32[N,D] (after the final norm), one f32[N,D] per tap in
         the order of `config.taps`, the output of each fusion, then the caches.
         """
@@ -271,14 +267,13 @@ class Backbone(nn.Module):
         weights: StoredWeights,
         taps: Sequence[int] = (),
         max_length: int | None = None,
-        scratch: int = DEFAULT_SCRATCH,
     ) -> Backbone:
         """Returns the backbone of a transformers config whose matrices are read when needed.
 
         See `from_transformers`. A layer is put together anew to read one of its matrices, and kept
         until another layer is asked for.
         """
-        backbone = cls.from_weights(raw, weights.outline(), taps, max_length, scratch)
+        backbone = cls.from_weights(raw, weights.outline(), taps, max_length)
         family = FAMILIES[raw.model_type]
         around = _Part(raw, family, backbone.config, weights, "")
 

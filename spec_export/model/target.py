@@ -251,17 +251,6 @@ def tokenizer_file(source: Source) -> Path | None:
     return None if gguf_file else pretrained.tokenizer_file(folder)
 
 
-def reference_encoder(source: Source) -> Any | None:
-    """Returns what encodes texts by the metadata of the target's GGUF file in plain Python, None
-    for any other target."""
-    folder, gguf_file = _tokenizer_place(source)
-    return (
-        annex.gguf_vocabulary.ReferenceEncoder(annex.gguf_vocabulary.read(folder / gguf_file))
-        if gguf_file
-        else None
-    )
-
-
 def load_generation_config(source: Source) -> Any | None:
     """Returns transformers' generation config, or None if the target has no file of it.
 

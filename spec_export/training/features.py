@@ -8,11 +8,6 @@ The feature cache is a folder of flat arrays, one row a token, sequences back to
     feature_TF.npy  bfloat16 bit patterns as u16: features after the final norm, then each tap
     cache.json      what the cache was made from, and how many sequences are done
 
-With `tap_store = "fp8"` the taps have files of their own and take half the space, see tap_codes.py:
-
-    tap_TF.npy           u8, the codes of each tap; feature_TF.npy is only the final feature
-    tap_exponent_TN.npy  i8, one a tap
-
 An interrupted build goes on from the last whole block of sequences.
 """
 
@@ -35,17 +30,17 @@ import torch
 from torch import Tensor
 
 from spec_export.model.hidden_states import features_and_taps
-from spec_export.training import disk, tap_codes
+from spec_export.training import disk
 from spec_export.training.batches import by_length
 from spec_export.training.data import Example
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import give_back_memory
-from spec_runtime.files.mapping import added_later, from_mapping, parse_json, to_json
+from spec_runtime.files.mapping import from_mapping, parse_json, to_json
 from spec_runtime.files.writing import locked, write_atomically
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks
-TapStore = Literal["bf16", "fp8"]
+FEATURES = "feature_TF.npy"
 
 
 @dataclass(frozen=True)
@@ -60,27 +55,6 @@ class CacheFacts:
     data: str
     num_features: int
     sequences_done: int = 0
-    tap_store: Literal["bf16", "fp8"] = added_later("bf16")
-
-    @property
-    def width(self) -> int:
-        """Returns D, the numbers of the final feature and of each tap."""
-        return self.num_features // (1 + len(self.taps))
-
-    def columns(self) -> dict[str, tuple[type[np.generic], int]]:
-        """Returns type and number of columns of the arrays with the features, by name."""
-        if self.tap_store == "bf16":
-            return {"feature_TF": (np.uint16, self.num_features)}
-        return {
-            "feature_TF": (np.uint16, self.width),
-            "tap_TF": (np.uint8, self.width * len(self.taps)),
-            "tap_exponent_TN": (np.int8, len(self.taps)),
-        }
-
-    def bytes_per_token(self) -> int:
-        """Returns the bytes of one token's row in all arrays."""
-        features = (np.dtype(dtype).itemsize * n for dtype, n in self.columns().values())
-        return sum(features) + 5  # token and loss mask
 
 
 class FeatureCache:
@@ -100,16 +74,16 @@ class FeatureCache:
                 "again, it goes on from there"
             )
         self.token_T, self.loss_T = (_load(folder / f"{x}.npy") for x in ("token_T", "loss_T"))
-        self._features = _load_features(folder, about, int(self.offset[-1]), "r")
+        self._feature_TF = _load_features(folder, about, int(self.offset[-1]), "r")
         if {len(self.token_T), len(self.loss_T)} != {int(self.offset[-1])}:
             raise _damaged(folder, "its arrays differ in length")
         held = list(about.taps)
         wanted = held if taps is None else list(taps)
         if not set(wanted) <= set(held):
             raise UserError(f"got feature cache {folder} with taps {held}, expected {wanted}")
-        self._about = about
-        self._taps = [held.index(tap) for tap in wanted]
-        self._is_whole = wanted == held
+        # the final feature and the wanted taps among the parts of a row; None means all of them
+        self._parts = None if wanted == held else [0, *(1 + held.index(tap) for tap in wanted)]
+        self._num_parts = 1 + len(held)
 
     @property
     def num_sequences(self) -> int:
@@ -128,27 +102,19 @@ class FeatureCache:
 
     def _feature(self, rows: slice) -> Tensor:
         """Returns the final feature and the wanted taps of these rows, bf16[T, F]."""
-        stored = {name: torch.from_numpy(x[rows].copy()) for name, x in self._features.items()}
-        feature = stored["feature_TF"].view(torch.bfloat16)
-        if self._about.tap_store == "fp8":
-            code_TND = stored["tap_TF"].unflatten(1, (-1, self._about.width))[:, self._taps]
-            tap_TND = tap_codes.unpack(code_TND, stored["tap_exponent_TN"][:, self._taps])
-            return torch.cat([feature, tap_TND.flatten(1)], dim=1)
-        if self._is_whole:
+        feature = torch.from_numpy(self._feature_TF[rows].copy()).view(torch.bfloat16)
+        if self._parts is None:
             return feature
-        parts = [0, *(1 + i for i in self._taps)]
-        return feature.unflatten(1, (-1, self._about.width))[:, parts].flatten(1)
+        return feature.unflatten(1, (self._num_parts, -1))[:, self._parts].flatten(1)
 
 
-def size_estimate(
-    examples: Sequence[Example], width: int, num_taps: int, tap_store: TapStore = "bf16"
-) -> int:
-    """Returns the bytes that the cache of these examples takes on disk.
+def size_estimate(examples: Sequence[Example], width: int, num_taps: int) -> int:
+    """Returns the bytes that the cache of these examples takes on disk: features in two bytes each,
+    and 5 bytes of token and loss mask.
 
     `width` is the target's hidden size.
     """
-    taps = tuple(range(num_taps))
-    return _bytes(examples, CacheFacts("", taps, "", width * (1 + num_taps), 0, tap_store))
+    return sum(len(e.token_T) for e in examples) * (2 * width * (1 + num_taps) + 5)
 
 
 def build(
@@ -158,7 +124,6 @@ def build(
     fingerprint: str,
     taps: Sequence[int],
     progress: Any = None,
-    tap_store: TapStore = "bf16",
 ) -> FeatureCache:
     """Runs a (bf16) transformers target over every example and stores its features.
 
@@ -169,7 +134,7 @@ def build(
     it, and if the disk is too small.
     """
     width = model.config.hidden_size
-    wanted = _facts(examples, width, fingerprint, taps, tap_store)
+    wanted = _facts(examples, width, fingerprint, taps)
     if not _is_complete(folder, wanted, width, len(examples)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
@@ -186,7 +151,6 @@ def wait(
     width: int,
     fingerprint: str,
     taps: Sequence[int],
-    tap_store: TapStore = "bf16",
 ) -> None:
     """Waits until another process has built the cache that `build` would build.
 
@@ -194,7 +158,7 @@ def wait(
     `width` is the target's hidden size. Raises UserError if the folder was made from other data,
     target or taps.
     """
-    wanted = _facts(examples, width, fingerprint, taps, tap_store)
+    wanted = _facts(examples, width, fingerprint, taps)
     while not _is_complete(folder, wanted, width, len(examples)):
         time.sleep(0.5)
 
@@ -211,17 +175,10 @@ def _facts(
     width: int,
     fingerprint: str,
     taps: Sequence[int],
-    tap_store: TapStore,
 ) -> CacheFacts:
     """Returns the facts of a cache of which nothing is done yet."""
     num_features = width * (1 + len(taps))
-    return CacheFacts(
-        fingerprint,
-        tuple(taps),
-        _digest(examples),
-        num_features,
-        tap_store=tap_store if taps else "bf16",
-    )
+    return CacheFacts(fingerprint, tuple(taps), _digest(examples), num_features)
 
 
 def _matching(folder: Path, wanted: CacheFacts, width: int) -> CacheFacts:
@@ -230,15 +187,13 @@ def _matching(folder: Path, wanted: CacheFacts, width: int) -> CacheFacts:
     Raises UserError, which says what differs, if it is made from something else.
     """
     found = _read_facts(folder)
-    if not wanted.taps:
-        wanted = dataclasses.replace(wanted, tap_store=found.tap_store)
     if set(wanted.taps) <= set(found.taps):
         wanted = dataclasses.replace(
             wanted, taps=found.taps, num_features=width * (1 + len(found.taps))
         )
     differing = [
         f"{name} {_shown(getattr(found, name))} instead of {_shown(getattr(wanted, name))}"
-        for name in ("target", "data", "taps", "num_features", "tap_store")
+        for name in ("target", "data", "taps", "num_features")
         if getattr(found, name) != getattr(wanted, name)
     ]
     if differing:
@@ -267,10 +222,9 @@ def _build(
     else:
         _create(folder, examples, about)
     with disk.writing(f"features of {_need(examples, about)}", folder):
-        for name in about.columns():
-            _allocate(folder / f"{name}.npy")
+        _allocate(folder / FEATURES)
     offset = _load(folder / "offset.npy", memory_map=False)
-    stored = _load_features(folder, about, int(offset[-1]), "r+")
+    stored_TF = _load_features(folder, about, int(offset[-1]), "r+")
     if progress:
         progress(int(offset[about.sequences_done]), int(offset[-1]))
     batch_tokens = BATCH_TOKENS[model.device.type]
@@ -279,10 +233,8 @@ def _build(
         for indices in by_length(np.array(block), np.diff(offset), batch_tokens):
             rows = _forward([examples[i].token_T for i in indices], model, about.taps)
             for i, row in zip(indices, rows, strict=True):
-                for name, part in _encoded(row, about).items():
-                    stored[name][offset[i] : offset[i + 1]] = part
-        for array in stored.values():
-            array.flush()
+                stored_TF[offset[i] : offset[i + 1]] = row
+        stored_TF.flush()
         give_back_memory()  # what glibc keeps between batches of other sizes
         about = dataclasses.replace(about, sequences_done=block.stop)
         with disk.writing("cache.json", folder):
@@ -304,20 +256,8 @@ def _need(examples: Sequence[Example], about: CacheFacts) -> str:
 
 
 def _bytes(examples: Sequence[Example], about: CacheFacts) -> int:
-    return sum(len(e.token_T) for e in examples) * about.bytes_per_token()
-
-
-def _encoded(bits_TF: np.ndarray, about: CacheFacts) -> dict[str, np.ndarray]:
-    """Returns features, bfloat16 bit patterns u16[T, F], as the cache's arrays hold them."""
-    if about.tap_store == "bf16":
-        return {"feature_TF": bits_TF}
-    tap_TF = torch.from_numpy(bits_TF[:, about.width :]).view(torch.bfloat16)
-    code_TND, exponent_TN = tap_codes.pack(tap_TF.unflatten(1, (-1, about.width)))
-    return {
-        "feature_TF": bits_TF[:, : about.width],
-        "tap_TF": code_TND.flatten(1).numpy(),
-        "tap_exponent_TN": exponent_TN.numpy(),
-    }
+    num_parts = 1 + len(about.taps)
+    return size_estimate(examples, about.num_features // num_parts, len(about.taps))
 
 
 def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> None:
@@ -327,7 +267,7 @@ def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> Non
     if need > free:
         raise UserError(
             f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: "
-            "use less data, or fewer taps, or store them with data.tap_store = fp8"
+            "use less data, or fewer taps, or set data.store_features = false"
         )
     offset = np.cumsum([0] + [len(e.token_T) for e in examples], dtype=np.int64)
     with disk.writing(f"features of {_need(examples, about)}", folder):
@@ -336,10 +276,9 @@ def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> Non
         loss_T = np.concatenate([e.loss_T for e in examples])
         np.save(folder / "token_T.npy", token_T.astype(np.int32))
         np.save(folder / "loss_T.npy", loss_T.astype(bool))
-        for name, (dtype, num_columns) in about.columns().items():
-            path, shape = folder / f"{name}.npy", (int(offset[-1]), num_columns)
-            np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape).flush()
-            _allocate(path)
+        path, shape = folder / FEATURES, (int(offset[-1]), about.num_features)
+        np.lib.format.open_memmap(path, mode="w+", dtype=np.uint16, shape=shape).flush()
+        _allocate(path)
         _write_facts(folder, about)
 
 
@@ -368,16 +307,12 @@ def _write_facts(folder: Path, about: CacheFacts) -> None:
     write_atomically(folder / "cache.json", json.dumps(to_json(about), indent=1))
 
 
-def _load_features(
-    folder: Path, about: CacheFacts, num_rows: int, mode: Literal["r", "r+"]
-) -> dict[str, Any]:
-    """Returns the arrays with the features by name; raises UserError if one is damaged."""
-    arrays = {name: _load(folder / f"{name}.npy", mode) for name in about.columns()}
-    for name, (dtype, num_columns) in about.columns().items():
-        found = arrays[name]
-        if found.shape != (num_rows, num_columns) or found.dtype != dtype:
-            raise _damaged(folder, f"{name}.npy has shape {found.shape} and type {found.dtype}")
-    return arrays
+def _load_features(folder: Path, about: CacheFacts, num_rows: int, mode: Literal["r", "r+"]) -> Any:
+    """Returns the array with the features; raises UserError if it is damaged."""
+    found = _load(folder / FEATURES, mode)
+    if found.shape != (num_rows, about.num_features) or found.dtype != np.uint16:
+        raise _damaged(folder, f"{FEATURES} has shape {found.shape} and type {found.dtype}")
+    return found
 
 
 def _load(path: Path, mode: Literal["r", "r+"] = "r", memory_map: bool = True) -> Any:

@@ -56,8 +56,8 @@ class DataSection:
     `path` stays as written in the recipe, so that provenance names no machine; `Recipe.data_paths`
     resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
     listed; "" stands for rows that have none. `allow_other_target` takes answers although another
-    model than the target wrote them. `tap_store = "fp8"` stores the target's taps in half the
-    space; see tap_codes.py. Without `store_features` the target computes them in each step.
+    model than the target wrote them. Without `store_features` the target computes its features in
+    each step.
     """
 
     path: Annotated[str | tuple[str, ...], Must(bool, "one file or a list of files")]
@@ -65,7 +65,6 @@ class DataSection:
     validation_fraction: Share = 0.02
     sources: tuple[str, ...] | None = None
     allow_other_target: bool = added_later(False)
-    tap_store: Literal["bf16", "fp8"] = added_later("bf16")
     store_features: bool = added_later(True)
 
 

@@ -146,10 +146,10 @@ def _new_trainer(
         trained = [parameter for group in groups for parameter in group["params"]]
         needs.say(job, trainer.saved_state(), trained, target_weights, 0, bool(held_out))
         return trainer
-    examples, store = training + held_out, plan.data.tap_store
+    examples = training + held_out
     size = 0
     if plan.data.store_features:
-        size = features.size_estimate(examples, raw.hidden_size, len(taps), store)
+        size = features.size_estimate(examples, raw.hidden_size, len(taps))
     trained = [parameter for _, group in drafter.trained_groups() for parameter in group]
     needs.say(job, drafter, trained, target_weights, size, bool(held_out))
     if wants_shards:
@@ -160,9 +160,9 @@ def _new_trainer(
     if accelerator.is_main_process:
         model = model.to(accelerator.device, torch.bfloat16)
         with report.progress("features") as advance:
-            features.build(cache, examples, model, fingerprint, taps, advance, store)
+            features.build(cache, examples, model, fingerprint, taps, advance)
     else:
-        features.wait(cache, examples, raw.hidden_size, fingerprint, taps, store)
+        features.wait(cache, examples, raw.hidden_size, fingerprint, taps)
     accelerator.wait_for_everyone()
     del model  # training reads stored features: the target's memory is free again
     return Trainer(job, features.FeatureCache(cache, taps))

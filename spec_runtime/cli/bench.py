@@ -119,7 +119,7 @@ def command(
         "threads": about["threads"],
         "max_new_tokens": max_new_tokens,
         "nodes": nodes,
-        **{name: loading[name] for name in ("backend", "cuda_graphs", "memory")},
+        **{name: loading[name] for name in ("backend", "cuda_graphs")},
         "fused": [each.drafter for each in engines if each.fused is not None],
         "tuned": [each.drafter for each in engines if each.is_tuned],
         "system": system,

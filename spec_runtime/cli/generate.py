@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @with_flags(
-    loading=options.loading("strict", "memory", "kept_mb", "map_weights"),
+    loading=options.loading("strict", "kept_mb", "map_weights"),
     settings=options.sampling(),
 )
 def command(

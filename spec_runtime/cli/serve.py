@@ -97,7 +97,7 @@ MapWeights = Annotated[
 ]
 
 
-@with_flags(limits=Flags(ServerLimits), loading=options.loading("strict", "memory", "map_weights"))
+@with_flags(limits=Flags(ServerLimits), loading=options.loading("strict", "map_weights"))
 def command(
     limits: dict[str, Any],
     loading: dict[str, Any],

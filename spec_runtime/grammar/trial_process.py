@@ -23,7 +23,7 @@ from typing import Any
 
 # Less than a thread of the parent has, in which the same grammar must not overflow the stack.
 STACK_BYTES = 4 << 20
-NICENESS = 5  # the parent's own threads go first
+NICENESS = 10  # the parent's own threads go first
 # Of the text that is written to try a grammar: its tokens, and the seconds after which it ends.
 MAX_TOKENS, MAX_SECONDS = 24, 0.2
 
@@ -32,6 +32,8 @@ def main() -> None:
     """Hands the lines of the input to the thread that compiles, and ends with them."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to whole groups; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform != "win32":
+        os.nice(NICENESS)
     opening = json.loads(sys.stdin.readline())
     sys.path[:] = opening["path"]
     grammars: SimpleQueue[tuple[str, list[str]]] = SimpleQueue()
@@ -105,7 +107,7 @@ def _write(matcher: Any) -> None:
 
 def limit_memory(more: int) -> None:
     """Lets the process take `more` bytes than it has now, where the system can tell and hold it to
-    that; lets its threads wait for others, and a crash write no core file."""
+    that; lets a crash write no core file."""
     if sys.platform == "linux":
         import resource
 
@@ -113,7 +115,6 @@ def limit_memory(more: int) -> None:
             data = int(file.read().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (data + more, data + more))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.nice(NICENESS)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from weakref import WeakSet
 
 import numpy as np
 
-from spec_runtime.dialogue.messages import Message
-from spec_runtime.errors import UserError
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.fair_lock import Holder
 from spec_runtime.loop.row_store import ConversationRows, RestoredRows, RowStore, common_length
-from spec_runtime.loop.rows_file import RowsOwner, read_rows, write_rows
 from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import Target
 
@@ -123,45 +119,6 @@ class Conversations:
     def num_common(self, prompt: Sequence[int]) -> int:
         """Returns how many tokens at the beginning of the prompt have rows in the target."""
         return common_length(self._copyable, prompt)
-
-    def save(
-        self,
-        path: Path,
-        owner: RowsOwner,
-        tokens: Sequence[int] | None,
-        messages: Sequence[Message],
-    ) -> None:
-        """Writes the rows of the conversation that begins with `tokens`, None for the last one, and
-        its messages; see Engine.save_conversation."""
-        is_ours = self._is_ours and bool(self._held)
-        if tokens is None:
-            if not is_ours:
-                raise UserError("got no conversation to save, expected an answer before")
-            rows = self._copy(len(self._held))
-        else:
-            kept, length = self._store.find(tokens)
-            held = common_length(self._held, tokens) if is_ours else 0
-            rows = kept.first(length) if kept is not None and length >= held else self._copy(held)
-        write_rows(path, rows, owner, messages)
-
-    def load(self, path: Path, owner: RowsOwner) -> list[Message]:
-        """Takes up the rows in a file and returns the messages; see Engine.load_conversation."""
-        target = self._target
-        sizes = {name: (G, B) for name, (G, _, B) in target.row_shapes().items()}
-        rows, messages = read_rows(path, owner, sizes, self._feature_width)
-        if not rows.tokens:
-            return messages
-        are_ours = len(rows.tokens) <= target.max_length
-        are_ours = are_ours and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
-        if not are_ours:
-            raise UserError(f"{path} holds tokens that this bundle has not; begin anew")
-        if rows.num_bytes > self.max_bytes:
-            raise UserError(
-                f"{path} takes {rows.num_bytes / 1e6:.0f} MB, expected at most the "
-                f"{self.max_bytes / 1e6:.0f} MB of kept_mb; load with more"
-            )
-        self._store.add(rows)
-        return messages
 
     @property
     def _is_ours(self) -> bool:

@@ -25,12 +25,6 @@ class ConversationRows:
         features = 0 if self.features_TF is None else self.features_TF.nbytes
         return features + sum(rows.nbytes for rows in self.kv.values())
 
-    def first(self, length: int) -> ConversationRows:
-        """Returns the rows of the first `length` tokens, without features if there are none."""
-        kv = {name: rows[:, :length] for name, rows in self.kv.items()}
-        features = None if self.features_TF is None else self.features_TF[:length]
-        return ConversationRows(self.tokens[:length], kv, features if length else None)
-
 
 class RestoredRows(NamedTuple):
     """Says that the target's rows were brought back, of which the proposer knows nothing; holds

@@ -287,12 +287,6 @@ class Target:
         """Says whether `copy_rows` and `restore_rows` work with this backend and form of cache."""
         return isinstance(self._backend, RowBackend) and isinstance(self._cache, SlotCache)
 
-    def row_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes (G, 0, B) of no rows at all, by buffer, see `copy_rows`."""
-        assert isinstance(self._backend, RowBackend)
-        none = self._backend.read_rows(np.zeros(0, np.int64))
-        return {name: rows.shape for name, rows in none.items()}
-
     def copy_rows(self, length: int) -> dict[str, np.ndarray]:
         """Returns copies of the first `length` rows, by buffer."""
         assert isinstance(self._backend, RowBackend)

@@ -1,1 +1,1 @@
-"""Measures decoding: speed (bench, tune), losslessness (audit, distribution_test) and quality."""
+"""Measures decoding: speed (bench, tune) and losslessness (audit)."""

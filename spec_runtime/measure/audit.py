@@ -17,7 +17,7 @@ Nothing here trusts the acceptance code:
 A sound audit is expected to call 0.01 divergences and 0.01 rows real by mistake; the figures say
 how many exactly. With a temperature the gap is that of log p + Gumbel noise (sampling/sampler.py),
 in the units of the logits. Acceptance by rejection shares no noise with plain decoding, so that
-nothing can be compared token by token: distribution_test.py tests it instead.
+nothing can be compared token by token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 from spec_runtime.errors import UserError
 from spec_runtime.loop.stats import Stats, ratio
 from spec_runtime.loop.target import NEAR_TIE, Target
-from spec_runtime.measure import limits, quality
+from spec_runtime.measure import limits
 from spec_runtime.measure.limits import ChainRow, Limits
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from spec_runtime.trees.tree import TokenTree
@@ -96,18 +96,13 @@ class RowDelta(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt decoded both ways.
-
-    ``log_probs`` are the log-likelihoods of the plain and of the speculative answer under the
-    reference, if there is one.
-    """
+    """One prompt decoded both ways."""
 
     prompt: str | int
     plain: list[int]
     speculative: list[int]
     stats: Stats
     divergence: Divergence | None
-    log_probs: tuple[float, float] | None
 
 
 @dataclass
@@ -211,7 +206,6 @@ def run(
     prompts: Iterable[BenchPrompt],
     options: SamplingOptions,
     precision: str,
-    reference: Engine | None = None,
     on_prompt: Callable[[], None] = lambda: None,
     on_skip: Callable[[str], None] = lambda reason: None,
 ) -> AuditReport:
@@ -234,7 +228,7 @@ def run(
             report.skipped.append({"prompt": prompt.id, "reason": str(error)})
             on_skip(f"prompt {prompt.id} skipped: {error}")
         else:
-            report.answers.append(auditor.answer(prompt.id, prompt_ids, reference))
+            report.answers.append(auditor.answer(prompt.id, prompt_ids))
         on_prompt()
     if precision != "fp32" and report.answers and not report.chain_rows:
         raise UserError("got no answer of 3 tokens, expected one to measure the rounding with")
@@ -277,8 +271,8 @@ class _Auditor:
         self._engine, self._options, self._report = engine, options, report
         self._params = SamplingParams(**options)
 
-    def answer(self, prompt: str | int, prompt_ids: list[int], reference: Engine | None) -> Answer:
-        """Decodes one prompt both ways and returns the answers, judged by `reference` too."""
+    def answer(self, prompt: str | int, prompt_ids: list[int]) -> Answer:
+        """Decodes one prompt both ways and returns the answers."""
         target, report = self._engine.target, self._report
         plain, kept, last = self._decode_plainly(prompt, prompt_ids)
         speculative, parting_V = self._decode_speculatively(prompt, prompt_ids, plain, kept)
@@ -294,13 +288,7 @@ class _Auditor:
             divergence = _divergence(prompt, position, plain, speculative, score_V, logits_V)
             if parting_V is not None and position not in kept:
                 report.rows.append(_row_delta(prompt, position, parting_V, logits_V))
-        log_probs = None
-        if reference is not None:
-            log_probs = (
-                quality.log_prob(reference.target, prompt_ids, plain),
-                quality.log_prob(reference.target, prompt_ids, speculative),
-            )
-        return Answer(prompt, plain, speculative, stats, divergence, log_probs)
+        return Answer(prompt, plain, speculative, stats, divergence)
 
     def _decode_plainly(
         self, prompt: str | int, prompt_ids: list[int]
@@ -461,10 +449,6 @@ def summarise(report: AuditReport) -> dict[str, Any]:
         },
         "divergences": divergences,
         "strict": _strict(report, stats),
-        "quality": quality.compare(
-            [(len(answer.plain), len(answer.speculative)) for answer in report.answers],
-            [answer.log_probs for answer in report.answers if answer.log_probs is not None],
-        ),
         "skipped": report.skipped,
     }
 

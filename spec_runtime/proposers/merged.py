@@ -15,7 +15,8 @@ import numpy as np
 
 from spec_runtime.loop.proposer import Drafting, PlainProposer, Proposer
 from spec_runtime.loop.step import Step
-from spec_runtime.proposers.text_index import Place, TextIndex
+from spec_runtime.proposers.suffix_automaton import Match
+from spec_runtime.proposers.text_index import TextIndex
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
@@ -32,7 +33,7 @@ _LEAST_SHARED = 0.1
 # evaluation: 0.855 a place, where the larger of both probabilities has 0.925.
 AGAINST_DRAFTER, AGAINST_LOOKUP = 0.8, 1.4
 # A node of the drafter's tree, None outside of it; its place in the text; its depth.
-_Place = tuple[int | None, Place, int]
+_Place = tuple[int | None, Match, int]
 
 
 class MergedProposer(ProposerWrapper):
@@ -48,18 +49,15 @@ class MergedProposer(ProposerWrapper):
     Lookup also continues the paths of the drafter. Where the two disagree both are less often
     right, so that a token's probability follows from both (`combined`). A static tree has no
     probabilities: there lookup gets at most `lookup_nodes` nodes, before the drafter's. Drawn trees
-    stay as they were drawn. With `memory`, that many tokens of earlier answers are looked up as
-    well.
+    stay as they were drawn.
     """
 
-    def __init__(self, drafter: Proposer, lookup_nodes: int = 0, memory: int = 0) -> None:
+    def __init__(self, drafter: Proposer, lookup_nodes: int = 0) -> None:
         super().__init__(drafter)
         self.has_drafter = not isinstance(drafter, PlainProposer)
         assert (lookup_nodes > 0) == self.has_drafter, (drafter, lookup_nodes)
         self.lookup_nodes = lookup_nodes
-        self._memory = memory
-        self._index = TextIndex(memory)
-        self._prompt_length = 0
+        self._index = TextIndex()
 
     @property
     def drafter(self) -> Proposer:
@@ -68,12 +66,11 @@ class MergedProposer(ProposerWrapper):
 
     def with_drafter(self, drafter: Proposer) -> MergedProposer:
         """Returns a proposer that merges lookup into another drafter's trees as this one does."""
-        return MergedProposer(drafter, self.lookup_nodes, self._memory)
+        return MergedProposer(drafter, self.lookup_nodes)
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         super().start(prompt, features_TF, reused)
         self._index.extend(prompt[reused:])
-        self._prompt_length = len(prompt)
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
         if not self.has_drafter:
@@ -99,10 +96,7 @@ class MergedProposer(ProposerWrapper):
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        # a new request begins: what follows the last prompt is its answer
-        self._index.remember(self._prompt_length)
         self._index.truncate(length)
-        self._prompt_length = min(self._prompt_length, length)
 
     def _found(self, token: int, budget: Budget) -> TokenTree:
         """Returns the likeliest continuations of the text after this token."""

@@ -57,10 +57,6 @@ class SuffixAutomaton:
         self._whole = 0  # the state of the whole text
         self._changes: list[_Change] = []
 
-    def __len__(self) -> int:
-        """Returns the number of tokens of the text."""
-        return len(self._changes)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens at the end of the text."""
         for token in tokens:

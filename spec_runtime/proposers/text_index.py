@@ -1,6 +1,6 @@
 """Finds what followed the end of a text before, and estimates how likely it follows again.
 
-The index holds one text, and optionally earlier answers. It knows nothing of trees.
+The index holds one text. It knows nothing of trees.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spec_runtime.proposers.suffix_automaton import NO_MATCH, Match, SuffixAutomaton
-
-# A place in or after the text: the longest suffix that each automaton knows, the text's own first.
-Place = tuple[Match, ...]
+from spec_runtime.proposers.suffix_automaton import Match, SuffixAutomaton
 
 
 class Estimates(NamedTuple):
@@ -61,68 +58,34 @@ SHORTER = Estimates(
 MAX_LEVELS = 2  # the longest match and a shorter one,
 _LEAST_LEFT = 0.25  # which is looked at only if so much probability is left for it
 MAX_FOLLOWERS = 4  # of each match, the most frequent
-_SEPARATOR = -1  # between answers in the memory; no token
-_REREAD = 64  # tokens that are read again to find where the text's end is in the memory
 
 
 class TextIndex:
-    """Indexes the text so far and, if `memory` is above 0, at most that many tokens of what earlier
-    texts ended with.
+    """Indexes the text so far. A place in or after it is the longest suffix that occurred in it."""
 
-    The memory has two halves: when the newer one is full, the older one is dropped.
-    """
-
-    def __init__(self, memory: int = 0) -> None:
-        assert memory >= 0, memory
-        self._half = (memory + 1) // 2
-        self._tokens: list[int] = []
-        self._automata = [SuffixAutomaton()]
-        if memory:
-            self._automata += [SuffixAutomaton(), SuffixAutomaton()]  # newer, older
-        self._known: list[Match] = [NO_MATCH] * (len(self._automata) - 1)  # of the text's end
+    def __init__(self) -> None:
+        self._automaton = SuffixAutomaton()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens at the end of the text."""
-        self._tokens += tokens
-        self._automata[0].extend(tokens)
-        for i, automaton in enumerate(self._automata[1:]):
-            for token in tokens:
-                self._known[i] = automaton.advance(self._known[i], token)
+        self._automaton.extend(tokens)
 
     def truncate(self, length: int) -> None:
-        """Cuts the text to its first `length` tokens; the memory stays."""
-        if length >= len(self._tokens):
-            return
-        del self._tokens[length:]
+        """Cuts the text to its first `length` tokens."""
         if length:
-            self._automata[0].truncate(length)
+            self._automaton.truncate(length)
         else:
-            self._automata[0] = SuffixAutomaton()
-        self._reread()
+            self._automaton = SuffixAutomaton()
 
-    def remember(self, start: int) -> None:
-        """Adds the text from token `start` on to the memory; does nothing without one."""
-        answer = self._tokens[max(start, len(self._tokens) - self._half) :] if self._half else []
-        if not answer:
-            return
-        newer = self._automata[1]
-        if len(newer) and len(newer) + len(answer) > self._half:
-            self._automata[1:] = [SuffixAutomaton(), newer]
-        self._automata[1].extend([*answer, _SEPARATOR])
-        self._reread()
-
-    def end(self) -> Place:
+    def end(self) -> Match:
         """Returns the place at the end of the text."""
-        return (self._automata[0].suffix(), *self._known)
+        return self._automaton.suffix()
 
-    def advance(self, place: Place, token: int) -> Place:
+    def advance(self, place: Match, token: int) -> Match:
         """Returns the place one token further, as if the text went on from `place` with `token`."""
-        if len(place) == 1:
-            return (self._automata[0].advance(place[0], token),)
-        pairs = zip(self._automata, place, strict=True)
-        return tuple(automaton.advance(match, token) for automaton, match in pairs)
+        return self._automaton.advance(place, token)
 
-    def continuations(self, place: Place, least: float = 0.0) -> list[tuple[int, float]]:
+    def continuations(self, place: Match, least: float = 0.0) -> list[tuple[int, float]]:
         """Returns tokens that followed before, each with the estimated probability that it follows.
 
         The longest match comes first, then a suffix of it for what it leaves over; tokens whose
@@ -130,25 +93,21 @@ class TextIndex:
         of these the newest.
         """
         found: dict[int, float] = {}
-        matches, left, table = list(place), 1.0, LONGEST
+        automaton, match, left, table = self._automaton, place, 1.0, LONGEST
         least = max(least, _LEAST_LEFT)
         seen: set[int] | None = None  # tokens that followed a longer match
         for _ in range(MAX_LEVELS):
-            at = 0
-            if len(matches) > 1:  # the longest, of equal ones the first
-                at = max(range(len(matches)), key=lambda i: matches[i].length)
-            match, automaton = matches[at], self._automata[at]
             if match.length == 0 or left < least:
                 break
             followers = automaton.followers(match)
-            matches[at] = automaton.shorter(match)
             if seen:
                 followers = [each for each in followers if each[2] not in seen]
+            row = table.rows[bisect_right(table.lengths, match.length) - 1]
+            match = automaton.shorter(match)
             if not followers:
                 continue
             total = sum([count for count, _, _ in followers])
             newest = max([last for _, last, _ in followers])
-            row = table.rows[bisect_right(table.lengths, match.length) - 1]
             share = 0.0
             for count, last, token in followers[:MAX_FOLLOWERS]:
                 probability = _estimate(row, count, total, last == newest)
@@ -156,16 +115,7 @@ class TextIndex:
                 found[token] = left * probability
             left, table = left * max(0.0, 1.0 - share), SHORTER
             seen = (seen or set()).union([token for _, _, token in followers])
-        found.pop(_SEPARATOR, None)
         return list(found.items())
-
-    def _reread(self) -> None:
-        """Finds the text's end in the memory anew."""
-        for i, automaton in enumerate(self._automata[1:]):
-            match = NO_MATCH
-            for token in self._tokens[-_REREAD:]:
-                match = automaton.advance(match, token)
-            self._known[i] = match
 
 
 def _estimate(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from pathlib import Path
-from typing import Self, Unpack
+from typing import Unpack
 
 from spec_runtime.dialogue.messages import Message
 from spec_runtime.loop.options import CallOptions
@@ -45,13 +43,3 @@ class AsyncSession(Transcript):
                     exchange.answer += chunk.text
                     exchange.result = chunk.result
                     yield chunk
-
-    async def save(self, path: str | Path) -> None:
-        """Writes messages and rows to a file, see Engine.save_conversation."""
-        await asyncio.to_thread(self.engine.engine.save_conversation, path, self.all_messages)
-
-    @classmethod
-    async def load(cls, engine: AsyncEngine, path: str | Path) -> Self:
-        """Returns the session that `save` wrote, see Engine.load_conversation."""
-        messages = await asyncio.to_thread(engine.engine.load_conversation, path)
-        return cls(engine, messages=messages)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 from spec_runtime.dialogue.messages import Message
 from spec_runtime.engine import Engine
@@ -134,15 +133,6 @@ class Session(Transcript):
                     yield chunk.text
         assert result is not None, "the last chunk has the result"
         return result
-
-    def save(self, path: str | Path) -> None:
-        """Writes messages and rows to a file, see Engine.save_conversation."""
-        self.engine.save_conversation(path, self.all_messages)
-
-    @classmethod
-    def load(cls, engine: Engine, path: str | Path) -> Self:
-        """Returns the session that `save` wrote, see Engine.load_conversation."""
-        return cls(engine, messages=engine.load_conversation(path))
 
 
 def _has_text(messages: Sequence[Message], role: str) -> bool:

@@ -15,13 +15,12 @@ from pydantic import BaseModel
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
-from spec_runtime import Engine
 from spec_runtime.serve import tokens
 from spec_runtime.serve.anthropic.requests import CountRequest, MessagesRequest
 from spec_runtime.serve.errors import MESSAGES, RESPONSES, Json, add_handlers, parsed
 from spec_runtime.serve.guards import guarded
 from spec_runtime.serve.ignored import noted
-from spec_runtime.serve.models import LendingApp, Models, models_of
+from spec_runtime.serve.models import LendingApp, Models
 from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serve.page import PAGE_HEADERS, PageRequest, answer, page_html
 from spec_runtime.serve.responses.requests import ResponsesRequest
@@ -65,18 +64,9 @@ class BodyRoute(APIRoute):
 router = APIRouter(route_class=BodyRoute)
 
 
-def make_app(engine: Engine, settings: Settings) -> ASGIApp:
-    """Returns the ASGI app that serves `engine`, which other code must not close while it runs."""
-    return make_app_of(models_of(Service(engine, settings)), settings)
-
-
-def make_app_of(models: Models, settings: Settings) -> ASGIApp:
-    """Returns the ASGI app that serves these models."""
-    return guarded(make_unguarded_app(models), settings, models.metrics)
-
-
-def make_unguarded_app(models: Models) -> FastAPI:
-    """Returns the app without what has to stand in front of it, see guards.guarded."""
+def make_app(models: Models, settings: Settings, has_ids: bool = False) -> ASGIApp:
+    """Returns the ASGI app that serves these models. `has_ids` says that a further server is in
+    front, see guards.Guards."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +79,7 @@ def make_unguarded_app(models: Models) -> FastAPI:
     app.include_router(router)
     app.add_middleware(LendingApp)
     add_handlers(app)
-    return app
+    return guarded(app, settings, models.metrics, has_ids)
 
 
 def _models(request: Request) -> Models:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -131,38 +128,3 @@ class Metrics:
             self._steps.inc(stats.steps)
             self._length.observe(stats.accepted_length)
             self._rate.observe(stats.tokens_per_second)
-
-
-class CarriedMetrics(Metrics):
-    """Metrics whose counts are kept by another process, which gets what `take` returns.
-
-    Gauges are not carried.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: list[tuple[str, tuple[Any, ...]]] = []
-
-    def count_chunk(self, seconds: float, is_first: bool) -> None:
-        self._counts.append(("count_chunk", (seconds, is_first)))
-
-    def count_pass(self, ran: Pass) -> None:
-        self._counts.append(("count_pass", (ran,)))
-
-    def count_end(self, reason: str) -> None:
-        self._counts.append(("count_end", (reason,)))
-
-    def count_answer(self, result: GenerationResult, first_seconds: float) -> None:
-        light = replace(result, text="", logprobs=None)
-        self._counts.append(("count_answer", (light, first_seconds)))
-
-    def take(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """Returns the counts since the last call, for `count_carried`."""
-        counts, self._counts = self._counts, []
-        return counts
-
-
-def count_carried(metrics: Metrics, counts: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
-    """Counts what CarriedMetrics of another process gave."""
-    for name, arguments in counts:
-        getattr(metrics, name)(*arguments)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
 HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
+SWITCH_SECONDS = 0.001  # until the event loop has its turn beside threads that compute in Python
 STOP_SECONDS = 10.0  # that what was cut off at a stop has to end
 # An idle connection is ended by LimitedConnection, earlier than by this limit of uvicorn's. By
 # uvicorn's default it would end after 5 s, just as long as clients keep theirs and may send on it.
@@ -78,11 +79,12 @@ class ServedBundles:
 
     def open(self) -> ASGIApp:
         # here: they import prometheus_client
-        from spec_runtime.serve.app import make_app_of
+        from spec_runtime.serve.app import make_app
         from spec_runtime.serve.metrics import Metrics
         from spec_runtime.serve.models import Model, Models
         from spec_runtime.serve.responses.store import ResponseStore
 
+        sys.setswitchinterval(SWITCH_SECONDS)
         metrics, kept = Metrics(), ResponseStore()
         opens = [partial(self._open_one, each, metrics, kept) for each in self.bundles]
         models = Models(
@@ -98,7 +100,7 @@ class ServedBundles:
         if len(opens) == 1:
             models.add_open(opens[0]())
         set_up_logs()
-        return EndingApp(make_app_of(models, self.settings))
+        return EndingApp(make_app(models, self.settings))
 
     def _open_one(self, bundle: ServedBundle, metrics: Metrics, kept: ResponseStore) -> Service:
         from spec_runtime.serve.service import Service

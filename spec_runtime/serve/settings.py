@@ -48,7 +48,7 @@ class ServerLimits(Checked):
 
 @dataclass(frozen=True)
 class Settings(ServerLimits):
-    """Holds what `make_app` needs to know in addition to the engine.
+    """Holds what the app needs to know in addition to its models.
 
     `name` is the model's id, and `aliases` are further ones. A request asks for at most
     `max_choices` answers. Clients have to send `api_key`, if there is one. `hosts` are the names by

@@ -17,7 +17,7 @@ from tiny_target import save_llama
 from tiny_training import largest_file, stop_in
 
 from spec_export.model import target
-from spec_export.training import checkpoint, features, tap_codes
+from spec_export.training import features
 from spec_export.training import run as train
 from spec_export.training.data import Example
 
@@ -25,9 +25,6 @@ from spec_export.training.data import Example
 @pytest.fixture(scope="module")
 def model(recipe: Path) -> Any:
     return target.load(target.resolve(str(recipe.parent / "llama")))[0]
-
-
-NARROW_FILES = ("token_T", "loss_T", "feature_TF", "tap_TF", "tap_exponent_TN")
 
 
 def some_examples(count: int = 7) -> list[Example]:
@@ -62,79 +59,30 @@ def test_the_cache_holds_every_sequences_features(model: Any, tmp_path: Path) ->
         torch.testing.assert_close(feature_TF.float(), expected, rtol=2**-8, atol=1e-5)
 
 
-def test_packed_taps_are_within_six_percent() -> None:
-    """But for numbers that are tiny beside the row's greatest; powers of two are exact."""
-    torch.manual_seed(0)
-    tap_TND = torch.randn(50, 2, 64) * torch.logspace(-15, 20, 50)[:, None, None]
-    tap_TND[0, 1] = 0
-    tap_TND[2, 0, :3] = torch.tensor([4096.0, 0.5, -0.25])
-    tap_TND = tap_TND.bfloat16()
-    code_TND, exponent_TN = tap_codes.pack(tap_TND)
-    assert (code_TND.dtype, exponent_TN.dtype) == (torch.uint8, torch.int8)
-    got, tap = tap_codes.unpack(code_TND, exponent_TN), tap_TND.double()
-    assert got.dtype == torch.bfloat16
-    greatest = tap.abs().amax(-1, keepdim=True)
-    assert bool(((got.double() - tap).abs() <= tap.abs() / 17 + greatest * 2**-17).all())
-    of_torch = code_TND.view(torch.float8_e4m3fn).double()
-    assert torch.equal(got.double(), torch.ldexp(of_torch, exponent_TN.double()[..., None]))
-    is_small = tap.abs() < greatest * 2**-13
-    assert is_small.float().mean() < 0.1
-    error = ((got.double() - tap).abs() / tap.abs())[~is_small & (tap != 0)]
-    assert 0.02 < error.max() < 0.06
-    assert got[2, 0, :3].tolist() == [4096.0, 0.5, -0.25]
+def test_a_cache_whose_array_has_another_shape_is_refused(model: Any, tmp_path: Path) -> None:
+    features.build(tmp_path, some_examples(), model, "t", (0, 1))
+    np.save(tmp_path / features.FEATURES, np.zeros((3, 2), np.uint16))
+    with pytest.raises(ValueError, match=r"damaged \(feature_TF.npy has shape \(3, 2\)"):
+        features.FeatureCache(tmp_path)
 
 
-def test_narrow_taps_take_a_byte_a_number(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The final feature is the same bit for bit, the taps are what their codes stand for."""
-    examples = some_examples()
-    wide = features.build(tmp_path / "wide", examples, model, "t", (0, 1))
-    narrow = features.build(tmp_path / "narrow", examples, model, "t", (0, 1), None, "fp8")
-    for i in range(len(examples)):
-        before, after = wide.sequence(i)[2], narrow.sequence(i)[2]
-        assert torch.equal(after[:, :32], before[:, :32])
-        taps = tap_codes.unpack(*tap_codes.pack(before[:, 32:].unflatten(1, (2, 32))))
-        assert torch.equal(after[:, 32:], taps.flatten(1))
-        one = features.FeatureCache(tmp_path / "narrow", (1,)).sequence(i)[2]
-        assert torch.equal(one, torch.cat([after[:, :32], after[:, 64:]], 1))
-        none = features.build(tmp_path / "narrow", examples, model, "t", ()).sequence(i)[2]
-        assert torch.equal(none, before[:, :32])
-    files = [tmp_path / "narrow" / f"{name}.npy" for name in NARROW_FILES]
-    on_disk = sum(np.load(file).nbytes for file in files)
-    assert on_disk == features.size_estimate(examples, 32, 2, "fp8")
-    assert on_disk == sum(len(e.token_T) for e in examples) * (2 * 32 + 2 * 33 + 5)
-    with pytest.raises(ValueError, match="tap_store fp8 instead of bf16"):
-        features.build(tmp_path / "narrow", examples, model, "t", (1,))
-    np.save(files[-1], np.zeros((3, 2), np.int8))
-    with pytest.raises(ValueError, match=r"damaged \(tap_exponent_TN.npy has shape \(3, 2\)"):
-        features.FeatureCache(tmp_path / "narrow")
-
-
-def test_a_drafter_trains_on_narrow_taps(recipe: Path, tmp_path: Path) -> None:
-    train.run(recipe, ["data.tap_store=fp8", "train.max_steps=2"], tmp_path)
-    assert checkpoint.load_drafter(tmp_path / "drafter").config["taps"] == [1]
-    assert (tmp_path / "features" / "tap_TF.npy").is_file()
-
-
-@pytest.mark.parametrize(("taps", "store"), [((), "bf16"), ((1,), "fp8")])
+@pytest.mark.parametrize("taps", [(), (1,)])
 def test_a_stopped_build_goes_on(
     model: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     taps: tuple[int, ...],
-    store: features.TapStore,
 ) -> None:
     monkeypatch.setattr(features, "BLOCK", 2)
     examples = some_examples()
-    whole = features.build(tmp_path / "whole", examples, model, "t", taps, None, store)
+    whole = features.build(tmp_path / "whole", examples, model, "t", taps)
 
     def stop(done: int, total: int) -> None:
         if done > total // 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        features.build(tmp_path / "part", examples, model, "t", taps, stop, store)
+        features.build(tmp_path / "part", examples, model, "t", taps, stop)
     done = json.loads((tmp_path / "part" / "cache.json").read_text())["sequences_done"]
     assert 0 < done < len(examples)
     with pytest.raises(ValueError, match=f"with {done} of 7 sequences, expected all"):
@@ -146,7 +94,7 @@ def test_a_stopped_build_goes_on(
         return forward(tokens, *arguments)
 
     monkeypatch.setattr(features, "_forward", counted)
-    resumed = features.build(tmp_path / "part", examples, model, "t", taps, None, store)
+    resumed = features.build(tmp_path / "part", examples, model, "t", taps)
     assert sum(computed) == len(examples) - done
     for i in range(len(examples)):
         assert torch.equal(resumed.sequence(i)[2], whole.sequence(i)[2])

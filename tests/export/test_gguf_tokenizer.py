@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf_reference import ReferenceEncoder
 from tiny_gguf import bytewise_tokens, write_gguf, write_tokenizer
 from tiny_target import save_llama
 
@@ -21,7 +22,6 @@ from spec_export.check.check import DELICATE_TEXTS
 from spec_export.imports.gguf import pretokenizers
 from spec_export.imports.gguf import tokenizer as gguf_tokenizer
 from spec_export.imports.gguf import vocabulary as gguf_vocabulary
-from spec_export.imports.gguf.vocabulary import ReferenceEncoder
 from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.text.tokenizer import Tokenizer
@@ -83,10 +83,7 @@ def texts_of(tokenizer: Any, text: str) -> list[str]:
         ("qwen2", "I'LL pay 123", ["I", "'LL", " pay", " ", "1", "2", "3"]),
         ("ufakzeka", "Ali'nin 12", ["Ali", "'nin", " ", "1", "2"]),
         ("seed-coder", "a;\n\nb", ["a", ";", "\n\n", "b"]),
-        ("bailingmoe", "a\n\nb'VE", ["a", "\n\n", "b", "'VE"]),
-        ("exaone-moe", "one two 12", ["one two", " ", "1", "2"]),
         ("minicpm5", "a12345 67", ["a", "123", "45", " ", "67"]),
-        ("jais-2", "a     b", ["a", "    ", " b"]),
         ("tekken", "HTTPServer's 12", ["HTTPServer", "'s", " ", "1", "2"]),
         ("gpt-4o", "helloWorld's 1234", ["hello", "World's", " ", "123", "4"]),
         ("tiny_aya", "12345 x", ["12", "345", " x"]),
@@ -94,14 +91,6 @@ def texts_of(tokenizer: Any, text: str) -> list[str]:
         ("deepseek-coder", "a 12\nb!?", ["a", " ", "1", "2", "\n", "b", "!?"]),
         ("deepseek-v3", "x.foo 1234\u4f60", ["x", ".foo", " ", "123", "4", "\u4f60"]),
         ("spark2_5", "a!\n\nb", ["a", "!", "\n", "\n", "b"]),
-        ("youtu", "a\uff0c\u4f60 12", ["a", "\uff0c", "\u4f60", " ", "1", "2"]),
-        ("laguna", "a \n b", ["a", " ", "\n", " b"]),
-        (
-            "qwen35",
-            "\u0928\u092e\u0938\u094d\u0924\u0947 1",
-            ["\u0928\u092e\u0938\u094d\u0924\u0947", " ", "1"],
-        ),
-        ("bloom", "a b, 12.", ["a", " b", ",", " 12", "."]),
         ("viking", "a 12", ["a", " ", "1", "2"]),
     ],
 )
@@ -131,7 +120,7 @@ def test_every_name_encodes_as_plain_python_does(tmp_path: Path) -> None:
             ids = made.encode(text, add_special_tokens=False).ids
             assert ids == reference.encode(text), (name, text)
             results[pre, text] = tuple(ids)
-    assert len(set(results.values())) > 50
+    assert len(set(results.values())) > 40
 
 
 @pytest.mark.parametrize(
@@ -139,9 +128,10 @@ def test_every_name_encodes_as_plain_python_does(tmp_path: Path) -> None:
     [
         ({"pre": "made-up"}, "got the pre-tokenizer 'made-up' (tokenizer.ggml.pre), which is unk"),
         ({"pre": ""}, "got the pre-tokenizer '' (tokenizer.ggml.pre), which is unknown"),
-        ({"pre": "kimi-k2"}, "'kimi-k2' (tokenizer.ggml.pre), whose splitting has no test here"),
-        ({"pre": "roberta-bpe"}, "'roberta-bpe' (tokenizer.ggml.pre), of an encoder"),
-        ({"pre": "gemma4"}, "'gemma4' (tokenizer.ggml.pre), not of bytes"),
+        (
+            {"pre": "kimi-k2"},
+            "'kimi-k2' (tokenizer.ggml.pre), which is unknown; expected one of ll",
+        ),
         ({"model": "t5"}, "got a tokenizer of kind 't5' (tokenizer.ggml.model), expected gpt2 or"),
         ({"merges": ["ab"]}, "got 'ab' in tokenizer.ggml.merges, expected two tokens"),
         ({"merges": ["z zz"]}, "could not load the tokenizer of"),
@@ -164,6 +154,14 @@ def test_merges_that_the_named_pre_tokenizer_cuts_are_refused(tmp_path: Path) ->
     open_file(byte_level(tmp_path / "a.gguf", merges, pre="gpt-2"))
     with pytest.raises(ValueError, match="cuts 3 of the first 4 merges, such as '12', expected at"):
         open_file(byte_level(tmp_path / "a.gguf", merges, pre="smollm"))
+
+
+def test_a_file_without_the_parts_of_its_own_tokens_is_refused(tmp_path: Path) -> None:
+    """Nothing that the tokenizer writes gives "ab" back: the file has no "a", and no bytes."""
+    tokens = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("\u2581", 1), ("b", 1), ("ab", 1)]
+    path = write_tokenizer(tmp_path / "a.gguf", tokens, model="llama", scores=[0.0] * 6)
+    with pytest.raises(ValueError, match="'ab', the text of token 5, expected the same text"):
+        open_file(path)
 
 
 # ---- added tokens and ends ----
@@ -308,23 +306,18 @@ def test_tokens_beyond_the_embedding_are_refused_before_anything_is_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_check_compares_a_bundle_with_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tokenizer that is wrong in the same way in bundle and reference would pass otherwise."""
+def test_check_compares_a_bundle_with_the_file_itself(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, eot=0)
-    source, right = target.resolve(str(path)), target.load_tokenizer
-
     make_bundle.build(BuildOptions(str(path), out=tmp_path / "out"))
     opened = bundles.read(tmp_path / "out")
     assert opened.manifest.tokenizer.special_ids == {"bos": 1, "eos": [0, 2], "pad": 2}
-    tokenizer, encoder = right(source), target.reference_encoder(source)
-    row = check._tokenizer_row("x", Tokenizer(opened), tokenizer, encoder)
+    tokenizer = open_file(path)
+    row = check._tokenizer_row("x", Tokenizer(opened), tokenizer)
     assert (row.value, row.note) == (0, "of 16 prompts and 5 texts")
 
     state = json.loads((opened.path / "tokenizer.json").read_text())
     state["model"]["merges"] = []
     (opened.path / "tokenizer.json").write_text(json.dumps(state))
-    row = check._tokenizer_row("x", Tokenizer(opened), tokenizer, encoder)
+    row = check._tokenizer_row("x", Tokenizer(opened), tokenizer)
     assert not row.passed

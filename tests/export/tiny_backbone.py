@@ -98,7 +98,8 @@ class Decoder:
 
     def __init__(self, backbone: Backbone, slots: int | None = None) -> None:
         self.backbone = backbone
-        self.caches = backbone.empty_cache(slots)
+        config = backbone.config
+        self.caches = list(config.empty_caches(slots or config.rows, backbone.dtype).values())
         self.length = 0  # rows that are final
         self.accepted: list[int] = []  # slots of the last step's rows to keep
 

@@ -34,17 +34,16 @@ class RowTarget(ToyTarget, RowBackend):  # type: ignore[misc]
 
 
 class KeepingOpener(ToyOpener):
-    def __init__(self, bundle_hash: str, kept_bytes: int) -> None:
-        self.bundle_hash, self._kept_bytes = bundle_hash, kept_bytes
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
 
     def open_lane(self, engine: Engine) -> Engine:
-        return keeping(engine.drafter, self._kept_bytes, self.bundle_hash, beside=engine)
+        return keeping(engine.drafter, self._kept_bytes, beside=engine)
 
 
 def keeping(
     drafter: str,
     kept_bytes: int = 1 << 20,
-    bundle_hash: str = "abc",
     template: ChatTemplate | None = None,
     beside: Engine | None = None,
 ) -> Engine:
@@ -60,5 +59,5 @@ def keeping(
         feature_widths={"features": FEATURE_WIDTH},
     )
     opened = OpenedDrafter(drafter, make_proposer(drafter, backend), Budget(8))
-    opener = KeepingOpener(bundle_hash, kept_bytes)
+    opener = KeepingOpener(kept_bytes)
     return Engine(target, ByteTokenizer(template), opened, opener, kept_bytes, beside)

@@ -24,7 +24,9 @@ from toy_engine import make_engine  # noqa: E402
 from spec_runtime import Chunk, Engine, GenerationResult  # noqa: E402
 from spec_runtime.dialogue.chat_template import ChatTemplate  # noqa: E402
 from spec_runtime.serve.app import make_app  # noqa: E402
+from spec_runtime.serve.models import models_of  # noqa: E402
 from spec_runtime.serve.processes import bind, make_config  # noqa: E402
+from spec_runtime.serve.service import Service  # noqa: E402
 from spec_runtime.serve.settings import Settings  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -91,8 +93,13 @@ def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
 @contextmanager
 def served(engine: Engine | None = None, **settings: Any) -> Iterator[Served]:
     """Serves an engine, a toy if none is given, while the block runs."""
-    with running(make_app(engine or toy_engine(), Settings("toy", **settings))) as server:
+    with running(app_of(engine or toy_engine(), Settings("toy", **settings))) as server:
         yield server
+
+
+def app_of(engine: Engine, settings: Settings) -> Any:
+    """Returns the app of one engine."""
+    return make_app(models_of(Service(engine, settings)), settings)
 
 
 @contextmanager

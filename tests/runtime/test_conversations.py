@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,10 +124,10 @@ def test_an_error_at_any_stage_loses_no_answer(
 
 
 def test_rows_of_a_call_that_failed_are_not_taken_up_again(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A file's rows of the right sizes may be no numbers, which a pass with them tells."""
-    engine, talk = keeping("parallelspec"), random_prompt(1, length=60)
+    """Rows may be no numbers, which a pass with them tells."""
+    engine, talk = after_two("parallelspec")
     backend: Any = engine.target.lend()[0]
     write_rows, passes = backend.write_rows, [backend.run]
 
@@ -142,7 +141,6 @@ def test_rows_of_a_call_that_failed_are_not_taken_up_again(
 
     monkeypatch.setattr(backend, "write_rows", write)
     monkeypatch.setattr(backend, "run", lambda *given: passes[-1](*given))
-    engine.load_conversation(saved)
     with pytest.raises(FloatingPointError):
         engine.generate(talk, max_new_tokens=9)
     wanted = answer_alone("parallelspec", talk, 9)
@@ -155,128 +153,6 @@ def test_rows_that_a_device_keeps_to_itself_are_refused() -> None:
     with pytest.raises(ValueError, match="got kept_mb with") as caught:
         Engine(engine.target, engine.tokenizer, opened, kept_bytes=1)
     assert "\n" not in str(caught.value)
-
-
-# ---- on the disk ----
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_saved_conversation_goes_on_in_another_engine(drafter: str, tmp_path: Path) -> None:
-    path, talk = tmp_path / "talk.safetensors", random_prompt(1, length=60)
-    engine = keeping(drafter)
-    result = engine.generate(talk, max_new_tokens=20)
-    engine.save_conversation(path)
-    longer = [*talk, *result.token_ids, 5, 6, 7]
-    other = keeping(drafter)
-    other.load_conversation(path)
-    found = other.generate(longer, max_new_tokens=20)
-    assert found.token_ids == answer_alone(drafter, longer, 20)
-    assert found.usage.reused_tokens == len(talk) + 18
-    assert engine.generate(longer, max_new_tokens=20).token_ids == found.token_ids
-
-
-def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    path, talk = tmp_path / "talk.safetensors", random_prompt(1, length=60)
-    engine = keeping("parallelspec")
-    engine.generate(talk, max_new_tokens=1)
-    engine.save_conversation(path)
-    arrays = safetensors.load_file(path)
-    assert arrays["tokens"].tolist() == talk
-    assert arrays["features"].shape == (60, 4)
-    assert arrays["kv"].shape == (1, 60, 16)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    engine = keeping("parallelspec")
-    engine.generate(random_prompt(1, length=60), max_new_tokens=5)
-    engine.save_conversation(tmp_path / "talk.safetensors")
-    return tmp_path / "talk.safetensors"
-
-
-def test_a_file_of_another_bundle_or_drafter_is_refused(saved: Path) -> None:
-    for engine, why in (
-        (keeping("parallelspec", bundle_hash="other"), "holds a conversation of bundle abc"),
-        (keeping("none"), "holds a conversation of drafter parallelspec"),
-        (keeping("parallelspec", kept_bytes=100), "MB of kept_mb"),
-        (keeping("parallelspec", kept_bytes=0), "got an engine that keeps no conversations"),
-    ):
-        with pytest.raises(ValueError, match=why) as caught:
-            engine.load_conversation(saved)
-        assert "\n" not in str(caught.value)
-
-
-def test_nothing_to_save(tmp_path: Path) -> None:
-    engine = keeping("none")
-    with pytest.raises(ValueError, match="got no conversation to save"):
-        engine.save_conversation(tmp_path / "talk")
-    with pytest.raises(ValueError, match="keeps no conversations"):
-        keeping("none", kept_bytes=0).save_conversation(tmp_path / "talk")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("features", lambda array: array[:, :3]),
-        ("features", lambda array: array[0]),
-        ("features", lambda array: array.astype(np.float64)),
-        ("features", lambda array: array * np.nan),
-        ("features", None),
-        ("tokens", lambda array: array[0]),
-        ("tokens", lambda array: array[None]),
-        ("tokens", lambda array: array.astype(np.int32)),
-        ("tokens", lambda array: array - 1000),
-        ("kv", lambda array: array.view(np.int8)),
-        ("kv", lambda array: array[:, :, :8]),
-        ("kv", None),
-    ],
-)
-def test_arrays_of_other_sizes_types_and_values_are_refused(
-    name: str, change: Any, saved: Path
-) -> None:
-    """The engine goes on as if it had not seen the file."""
-    safetensors = pytest.importorskip("safetensors.numpy")
-    with pytest.importorskip("safetensors").safe_open(saved, framework="np") as file:
-        metadata = file.metadata()
-    arrays = safetensors.load_file(saved)
-    array = arrays.pop(name)
-    if change is not None:
-        arrays[name] = np.ascontiguousarray(change(array)).reshape(change(array).shape)
-    safetensors.save_file(arrays, saved, metadata)
-    engine, talk = keeping("parallelspec"), random_prompt(1, length=60)
-    with pytest.raises(ValueError, match="begin anew") as caught:
-        engine.load_conversation(saved)
-    assert "\n" not in str(caught.value)
-    for _ in range(2):
-        result = engine.generate(talk, max_new_tokens=9)
-        assert result.token_ids == answer_alone("parallelspec", talk, 9)
-
-
-def test_a_damaged_file_is_one_line(saved: Path) -> None:
-    """Each byte of the header, and each length of the file, at random."""
-    data = saved.read_bytes()
-    rng = np.random.default_rng(0)
-    engine, refused = keeping("parallelspec"), list[str]()
-    deep = b'{"a":' + b"[" * 100_000
-    saved.write_bytes(len(deep).to_bytes(8, "little") + deep)
-    with pytest.raises(ValueError, match="is not a file of a conversation"):
-        engine.load_conversation(saved)
-    for trial in range(300):
-        damaged = bytearray(data)
-        if trial % 2:
-            del damaged[rng.integers(0, len(data)) :]
-        else:
-            size = int.from_bytes(data[:8], "little")
-            damaged[rng.integers(0, 8 + size)] = rng.integers(0, 256)
-        saved.write_bytes(damaged)
-        try:
-            engine.load_conversation(saved)
-        except ValueError as error:
-            refused.append(str(error))
-    assert len(refused) > 200
-    assert not any("\n" in line for line in refused)
 
 
 # ---- the store ----

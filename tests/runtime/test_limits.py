@@ -24,7 +24,7 @@ def noisy_rows(number: int, sigma: float, seed: int = 0) -> list[limits.ChainRow
 
 def report_with(gap: float | None, rows: list[limits.ChainRow], delta: float = 0.0) -> AuditReport:
     divergence = Divergence("p", 3, 1, 2, gap, 10.0)
-    answer = Answer("p", [0] * 8, [0] * 8, Stats(), divergence, None)
+    answer = Answer("p", [0] * 8, [0] * 8, Stats(), divergence)
     tree_rows = [RowDelta("p", 3, each, 10.0) for each in (delta, *[0.0] * 299)]
     return AuditReport("int8", [answer], rows=tree_rows, chain_rows=rows)
 

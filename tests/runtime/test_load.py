@@ -179,28 +179,10 @@ def test_lookup_may_be_merged_into_a_trained_drafters_trees(tmp_path: Path) -> N
     assert alone.with_drafter(None).drafter == merged.drafter
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "parallelspec"])
-def test_memory_is_each_engines_own_and_changes_no_token(
-    tmp_path: Path, toy_graphs: list[ToyTarget], name: str
-) -> None:
-    folder = write_bundle(tmp_path, ("parallelspec",), trees={"max_nodes": 8, "lookup_nodes": 3})
-    options: dict[str, Any] = {"max_new_tokens": 50, "reuse": False, "ignore_eos": True}
-    plain = spec_runtime.load(folder, name).generate("hello", **options)
-    toy_graphs.clear()  # the next graph is a target again
-    engine = spec_runtime.load(folder, name, memory=500)
-    first, again = (engine.generate("hello", **options) for _ in range(2))
-    other = engine.with_drafter(name).generate("hello", **options)  # it has seen no answer
-    assert plain.token_ids == first.token_ids == again.token_ids == other.token_ids
-    lengths = [result.stats.accepted_length for result in (plain, first, again, other)]
-    assert lengths[0] == lengths[1] == lengths[3] < lengths[2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"drafter": "none", "memory": 10}, "got memory with drafter none, expected prompt_lookup"),
-        ({"lookup": False, "memory": 10}, "got memory with drafter parallelspec, expected"),
-        ({"memory": -1}, "got memory -1, expected 0 or more"),
+        ({"context": 1}, "got context 1, expected 16 or more"),
         ({"drafter": "none", "lookup": True}, "with drafter none, expected a trained one"),
     ],
 )

@@ -12,8 +12,8 @@ from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
 
-def lookup(memory: int = 0) -> MergedProposer:
-    return MergedProposer(PlainProposer(), memory=memory)
+def lookup() -> MergedProposer:
+    return MergedProposer(PlainProposer())
 
 
 def drafted(tree: TokenTree) -> list[str]:
@@ -106,46 +106,3 @@ def test_two_tokens_left_over_from_an_interrupted_step_go_with_truncate_zero() -
     proposer.truncate(0)
     proposer.start([7, 8, 7], None, 0)
     assert proposer.propose(8, Budget(5)).token_N.tolist() == [8, 7, 8, 7, 8]
-
-
-# ------------------------------------------------------------------------------ earlier answers
-
-
-def answer(proposer: MergedProposer, prompt: list[int], tokens: list[int]) -> TokenTree:
-    """One request as an engine runs it; returns the tree behind the first token of the answer."""
-    proposer.truncate(0)
-    proposer.start(prompt, None, 0)
-    tree = proposer.propose(tokens[0], Budget(4))
-    proposer.commit(Step(tokens[1:], num_accepted=0))
-    return tree
-
-
-def test_memory_finds_what_an_earlier_answer_had_and_only_there() -> None:
-    for memory, expected in ((0, 1), (100, 4)):
-        proposer, other = lookup(memory), lookup(memory)
-        assert answer(proposer, [1, 2, 3], [4, 5, 6, 7, 8]).num_nodes == 1
-        assert answer(proposer, [9, 3], [4, 0]).num_nodes == expected
-        # prompts are not remembered, and no proposer sees another one's answers
-        assert answer(proposer, [7], [1, 0]).num_nodes == 1
-        assert answer(other, [9, 3], [4, 0]).num_nodes == 1
-
-
-def test_memory_forgets_the_oldest_answers() -> None:
-    proposer = lookup(20)
-    answer(proposer, [0], [*range(100, 109)])
-    answer(proposer, [0], [*range(200, 209)])
-    assert answer(proposer, [0], [100, 50]).num_nodes == 4
-    answer(proposer, [0], [*range(300, 309)])
-    assert answer(proposer, [0], [100, 50]).num_nodes == 1
-    assert answer(proposer, [0], [200, 50]).num_nodes > 1
-    assert len(proposer._index._automata[1]) + len(proposer._index._automata[2]) <= 2 * (10 + 1)
-
-
-def test_a_place_in_memory_survives_a_cut() -> None:
-    """A conversation goes on: its beginning stays, and is looked up in the memory again."""
-    proposer = lookup(50)
-    answer(proposer, [1], [2, 3, 4, 5, 6, 0])
-    answer(proposer, [8, 9], [7, 7, 0])
-    proposer.truncate(2)  # 8 9 stay
-    proposer.start([8, 9, 2, 3], None, 2)
-    assert proposer.propose(4, Budget(3)).token_N.tolist() == [4, 5, 6]

@@ -19,6 +19,7 @@ from served import (
     COMPLETIONS,
     HELLO,
     PATIENCE,
+    app_of,
     choice_of,
     metrics,
     post,
@@ -33,7 +34,7 @@ from spec_runtime import Engine, UserError
 from spec_runtime.batch.batch import Batch
 from spec_runtime.serve import accepting
 from spec_runtime.serve.accepting import IdlestServer
-from spec_runtime.serve.app import make_app, make_app_of
+from spec_runtime.serve.app import make_app
 from spec_runtime.serve.metrics import Metrics
 from spec_runtime.serve.models import Model, Models
 from spec_runtime.serve.processes import bind, make_config
@@ -75,7 +76,7 @@ class Shelf:
 @contextmanager
 def shelved(most_open: int | None = None, **settings: Any) -> Iterator[tuple[Shelf, Any]]:
     shelf = Shelf(most_open, **settings)
-    with running(make_app_of(shelf.models, shelf.settings)) as server, server.client() as client:
+    with running(make_app(shelf.models, shelf.settings)) as server, server.client() as client:
         yield shelf, client
 
 
@@ -257,7 +258,7 @@ def test_the_process_with_fewest_connections_takes_the_next(
     """Two servers in threads stand for two processes."""
     monkeypatch.setattr(accepting, "WAIT_SECONDS", PATIENCE)
     monkeypatch.setattr(accepting, "MOST_SECONDS", PATIENCE)
-    apps = [make_app(toy_engine(), Settings("toy")) for _ in range(2)]
+    apps = [app_of(toy_engine(), Settings("toy")) for _ in range(2)]
     with bind("127.0.0.1", 0) as bound:
         bound.listen()
         sockets = [bound.dup() for _ in apps]

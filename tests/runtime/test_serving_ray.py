@@ -9,17 +9,17 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import selectors
 import signal
 import socket
+import sys
 import tempfile
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ import tiny_bundle  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.serve import ray_app  # noqa: E402
-from spec_runtime.serve.relay import RETRIES_HEADER  # noqa: E402
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
 NUM_REPLICAS, MAX_ONGOING, MAX_QUEUED = 2, 4, 16
@@ -156,29 +155,23 @@ class Stream:
     """What a client got of a stream."""
 
     text: str = ""
-    error: str | None = None
     is_done: bool = False
     num_events: int = 0
-    retries: int = 0
 
 
 def read_stream(client: Any, body: dict[str, Any], stream: Stream) -> Stream:
     with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as reply:
         assert reply.status_code == 200, reply.read()
-        stream.retries = int(reply.headers.get(RETRIES_HEADER.decode(), 0))
         for line in reply.iter_lines():
             if not line:
                 continue
             assert not stream.is_done, "something came after the end"
-            assert stream.error is None, "something came after the error"
             data = line.removeprefix("data: ")
             stream.num_events += 1
             if data == "[DONE]":
                 stream.is_done = True
-            elif "error" in (event := json.loads(data)):
-                stream.error = event["error"]["code"]
             else:
-                stream.text += event["choices"][0]["text"]
+                stream.text += json.loads(data)["choices"][0]["text"]
     return stream
 
 
@@ -247,6 +240,35 @@ def test_a_replica_whose_engine_hangs_or_is_closed_is_not_healthy(
         replica.check_health()
 
 
+@gates.in_loop
+async def test_a_replica_has_the_guards_of_the_server(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_app, "set_up_logs", lambda: None)
+    monkeypatch.setenv("THE_KEY", "secret")
+    arguments = ray_app.Arguments(bundle=str(bundle), api_key_env="THE_KEY", hosts=("here",))
+    replica = ray_app.EngineReplica(arguments)
+    transport = httpx.ASGITransport(app=replica.__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        body = {"prompt": "hello", "max_tokens": 3}
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        reply = await client.post(COMPLETIONS, json=body, headers=headers)
+        assert reply.status_code == 200
+        assert "x-request-id" not in reply.headers, "Ray's proxy gives requests their ids"
+        reply = await client.get("/health", headers={"Host": "elsewhere"})
+        assert reply.json()["error"]["code"] == "unknown_host"
+    await replica._service.close()
+
+
+def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "spec_runtime.serve.ray_app")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("spec_runtime.serve.ray_app")
+    assert str(caught.value) == "Ray Serve is not installed: pip install 'specsplit[ray]'"
+
+
 def test_the_examples_config_is_one_of_ray_and_of_ours() -> None:
     yaml = pytest.importorskip("yaml")
     path = Path(__file__).parents[2] / "examples/ray_serve.yaml"
@@ -273,87 +295,52 @@ def test_arguments_come_as_text_from_the_command_line() -> None:
             ray_app.Arguments.model_validate({"bundle": "b", **wrong})
 
 
-def wait_for_recovery(client: Any, victim: str) -> float:
-    """Waits until there are two replicas without the dead one; returns the time of the clock."""
-    wait_until(lambda: len(set(replicas()) - {victim}) == NUM_REPLICAS)
-    wait_until(lambda: client.get("/ready").json()["replicas"] == NUM_REPLICAS)
-    return time.monotonic()
+def answer_or_none(client: Any, body: dict[str, Any]) -> str | None:
+    """Returns the answer to a request, None if its replica died."""
+    reply = client.post(COMPLETIONS, json=body)
+    assert reply.status_code in (200, 500), reply.text
+    return text_of(reply) if reply.status_code == 200 else None
 
 
-def test_no_request_is_lost_when_a_replica_dies_under_load(
-    client: Any, bundle: Path, record_property: Callable[[str, object], None]
+def test_a_replica_that_dies_is_replaced_and_only_its_requests_fail(
+    client: Any, bundle: Path
 ) -> None:
-    whole, streamed = bodies(16, 100), bodies(16, 200)
-    expected = expected_texts(bundle, [*whole, *streamed, LONG])
-    assert client.get("/ready").json() == {"status": "ready", "replicas": NUM_REPLICAS}
+    asked = bodies(12, 100)
+    expected = expected_texts(bundle, asked)
     cut = Stream()
-    with ThreadPoolExecutor(14) as pool:
+    with ThreadPoolExecutor(1 + len(asked)) as pool:
         last = pool.submit(read_stream, client, LONG, cut)
         wait_until(lambda: cut.num_events > 3)
         (victim,) = (name for name, number in num_ongoing().items() if number)
-        asked: list[Future[Any]] = [
-            job
-            for one, other in zip(whole, streamed, strict=True)
-            for job in (
-                pool.submit(ask, client, one),
-                pool.submit(read_stream, client, other, Stream()),
-            )
-        ]
+        jobs = [pool.submit(answer_or_none, client, body) for body in asked]
         wait_until(lambda: num_ongoing()[victim] == MAX_ONGOING)
-        assert not cut.is_done
         kill(victim)
-        killed = time.monotonic()
-        recovery = pool.submit(wait_for_recovery, client, victim)
-        results = [job.result(PATIENCE) for job in asked]
-        last.result(PATIENCE)
-        answered = time.monotonic() - killed
-        recovered = recovery.result(PATIENCE) - killed
-
-    replies: list[Any]
-    streams: list[Stream]
-    replies, streams = results[::2], results[1::2]
-    assert [text_of(reply) for reply in replies] == expected[: len(whole)]
-    retried = [int(reply.headers.get(RETRIES_HEADER.decode(), 0)) for reply in replies]
-    retried += [stream.retries for stream in streams]
-    assert 1 <= sum(retried) <= MAX_ONGOING - 1, "those that waited at the replica, each once"
-    for stream, text in zip([*streams, cut], expected[len(whole) :], strict=True):
-        if stream.is_done:
-            assert stream.text == text
-        else:
-            assert stream.error == "replica_died"
-            assert text.startswith(stream.text)
-    assert not cut.is_done, "the replica died while it wrote this stream"
-    num_cut = sum(stream.error is not None for stream in [*streams, cut])
-    record_property(
-        "shown",
-        f"{len(results) + 1} requests ({len(whole)} whole, {len(streams) + 1} streams) while one "
-        f"of {NUM_REPLICAS} replicas was killed: {len(replies)} whole answers as undisturbed, "
-        f"{len(streams) + 1 - num_cut} streams as undisturbed, {num_cut} ended by an error event, "
-        f"0 lost; {sum(retried)} asked again; all answered after {answered:.1f} s, two replicas "
-        f"again after {recovered:.1f} s",
-    )
-
-    before = counted(client, 'answers_total{finish_reason="length"}')
-    assert len(whole) + len(streams) - num_cut <= before <= len(results)
-    for body, text in zip(whole[:4], expected, strict=False):
+        answers = [job.result(PATIENCE) for job in jobs]
+        assert not cut.is_done, "the replica died while it wrote this stream"
+        with pytest.raises(httpx.RemoteProtocolError):  # the connection breaks
+            last.result(PATIENCE)
+    failed = [i for i, text in enumerate(answers) if text is None]
+    assert len(failed) < MAX_ONGOING, "those that the dead replica had, beside the stream"
+    undisturbed = [text for i, text in enumerate(expected) if i not in failed]
+    assert [text for text in answers if text is not None] == undisturbed
+    assert not cut.is_done
+    wait_until(lambda: len(set(replicas()) - {victim}) == NUM_REPLICAS)
+    for body, text in zip(asked[:4], expected, strict=False):
         assert text_of(ask(client, body)) == text, "by the old replica or by the new one"
-    assert counted(client, 'answers_total{finish_reason="length"}') == before + 4
 
 
 def test_a_client_that_leaves_ends_its_answer(client: Any) -> None:
-    before = counted(client, 'tokens_total{kind="completion"}')
     with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as reply:
         lines = reply.iter_lines()
         next(lines)
         assert sum(num_ongoing().values()) == 1
     wait_until(lambda: sum(num_ongoing().values()) == 0)
     assert text_of(ask(client, {**LONG, "max_tokens": 3}))
-    tokens = counted(client, 'tokens_total{kind="completion"}') - before
-    assert tokens == 3, "the answer that was left was not finished"
-    assert counted(client, 'answers_total{finish_reason="cancelled"}') <= 1
+    # each replica counts what it answered, and the proxy asks any of them
+    wait_until(lambda: counted(client, 'answers_total{finish_reason="cancelled"}') > 0)
 
 
-def test_a_full_queue_is_429(url: str, client: Any) -> None:
+def test_a_full_queue_is_503(url: str, client: Any) -> None:
     with contextlib.ExitStack() as opened:
         answers = opened.enter_context(selectors.DefaultSelector())
         refused: list[Any] = []
@@ -369,44 +356,23 @@ def test_a_full_queue_is_429(url: str, client: Any) -> None:
             return bool(refused)
 
         wait_until(is_one_refused)
-        num_asked = len(answers.get_map())
-        refusal = b""
-        while b"}}" not in refusal and (part := refused[0].recv(65536)):
-            refusal += part  # headers and body may come apart
-    assert num_asked > NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
-    assert refusal.startswith(b"HTTP/1.1 429")
-    assert b"\r\nretry-after: 1\r\n" in refusal
-    assert b'"code":"rate_limit_exceeded"' in refusal
-    assert f"{MAX_QUEUED} requests are waiting, the most allowed here".encode() in refusal
+        assert len(answers.get_map()) > NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
+        assert refused[0].recv(65536).startswith(b"HTTP/1.1 503")
     # All have left now: those that waited are never begun, and the replicas are free at once.
     wait_until(lambda: sum(num_ongoing().values()) == 0)
     assert text_of(ask(client, {**LONG, "max_tokens": 3}))
 
 
-def test_a_stop_finishes_what_replicas_have_and_refuses_the_rest(client: Any, bundle: Path) -> None:
-    """The last test here: it deletes the application, while requests run and wait."""
+def test_a_stop_finishes_what_replicas_have(client: Any, bundle: Path) -> None:
+    """The last test here: it deletes the application while an answer is written."""
     body = {**LONG, "max_tokens": 2000}
     (expected,) = expected_texts(bundle, [body])
-    short = bodies(2 * NUM_REPLICAS * MAX_ONGOING, 300)
-    with ThreadPoolExecutor(1 + len(short)) as pool:
-        long = pool.submit(read_stream, client, body, Stream())
-        wait_until(lambda: sum(num_ongoing().values()) == 1)
-        jobs = [pool.submit(client.post, COMPLETIONS, json=each) for each in short]
-        wait_until(lambda: sum(num_ongoing().values()) == NUM_REPLICAS * MAX_ONGOING)
-        stop = threading.Thread(target=serve.delete, args=("default",))
-        stop.start()
-        replies = [job.result(PATIENCE) for job in jobs]
-        stream = long.result(PATIENCE)
-        stop.join(PATIENCE)
+    stream = Stream()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(read_stream, client, body, stream)
+        wait_until(lambda: stream.num_events > 3)
+        serve.delete("default")
+        job.result(PATIENCE)
     assert stream.is_done
     assert stream.text == expected
-    num_answered = 0
-    for reply, text in zip(replies, expected_texts(bundle, short), strict=True):
-        if reply.status_code == 200:
-            num_answered += 1
-            assert text_of(reply) == text
-        else:
-            assert reply.status_code == 503
-            assert reply.json()["error"]["code"] == "stopping"
-    assert NUM_REPLICAS * MAX_ONGOING - 1 <= num_answered < len(short)
     assert not replicas()

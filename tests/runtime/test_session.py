@@ -1,11 +1,11 @@
-"""Sessions: messages that grow by what is said, rows that go on, files that keep both."""
+"""Sessions: messages that grow by what is said, and rows that go on."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from contextlib import aclosing, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,42 +90,20 @@ def test_options_that_the_session_sets_are_refused(name: str) -> None:
         Session(engine_of()).generate("Name a fruit.", **options)
 
 
-def test_a_session_goes_on_in_another_process(tmp_path: Path) -> None:
-    path = tmp_path / "ann.safetensors"
+def test_a_session_of_given_messages_goes_on_from_the_rows_kept_of_them() -> None:
     engine = engine_of()
     ann, bob = (Session(engine, SYSTEM) for _ in range(2))
     first = ann.generate("Name a fruit of the tropics, and say where it grows.", **OPTIONS)
     bob.generate("Which river is the longest of Europe, and how long is it?", **OPTIONS)
-    ann.save(path)  # from the copy, since the target has bob's
-    other = Session.load(engine_of(), path)
+    other = Session(engine, messages=json.loads(json.dumps(ann.all_messages)))
     assert (other.system, other.messages) == (SYSTEM, ann.messages)
     result = other.generate("And another one?", **OPTIONS)
     assert result.usage.reused_tokens > first.usage.prompt_tokens - 2
     assert result.text == ann.generate("And another one?", **OPTIONS).text
 
 
-def test_a_session_without_rows_is_its_messages(tmp_path: Path) -> None:
-    path = tmp_path / "empty.safetensors"
-    Session(engine_of(), SYSTEM).save(path)
-    found = Session.load(engine_of(), path)
-    assert (found.system, found.messages) == (SYSTEM, [])
-    with pytest.raises(ValueError, match="holds a conversation of bundle abc"):
-        Session.load(engine_of(bundle_hash="other"), path)
-
-
-@pytest.mark.parametrize(
-    ("note", "why"), [(b"x", "have no JSON"), ("x" * (1 << 20), "expected at most 1048576")]
-)
-def test_messages_that_no_file_holds(note: Any, why: str, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Hello", "note": note}]
-    with pytest.raises(ValueError, match=why) as caught:
-        Session(engine_of(), messages=messages).save(tmp_path / "talk")
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
-
-
 @in_loop
-async def test_a_session_of_asyncio(tmp_path: Path) -> None:
+async def test_a_session_of_asyncio() -> None:
     async with AsyncEngine(engine_of()) as engine:
         session = AsyncSession(engine, SYSTEM)
         first = await session.generate("Name a fruit.", **OPTIONS)
@@ -139,9 +117,6 @@ async def test_a_session_of_asyncio(tmp_path: Path) -> None:
         answer = answer_alone(expected, system=SYSTEM)
         assert "".join(texts) == answer
         assert session.messages == [*expected, {"role": "assistant", "content": answer}]
-
-        await session.save(tmp_path / "talk")
-        assert (await AsyncSession.load(engine, tmp_path / "talk")).messages == session.messages
 
         before = session.messages
         task = asyncio.create_task(session.generate("And now?", **OPTIONS))

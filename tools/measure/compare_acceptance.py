@@ -17,10 +17,10 @@ import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.machine import default_threads
 from spec_runtime.loop.stats import Stats
-from spec_runtime.measure import quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
 from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
+from tools.measure import quality
 
 TEMPERATURES = (1.0, 0.7)
 EPSILONS = (0.01, 0.03, 0.05, 0.09, 0.15, 0.25)

@@ -24,7 +24,7 @@ import numpy as np
 import spec_runtime
 from spec_runtime.engine import Engine
 from spec_runtime.loop.stats import Stats
-from spec_runtime.measure import quality, tune
+from spec_runtime.measure import tune
 from spec_runtime.measure.prompts import read_prompts
 from tools.figures import (
     asked,
@@ -37,6 +37,7 @@ from tools.figures import (
     spread_text,
     write,
 )
+from tools.measure import quality
 
 DRAFTED = " drafted"
 

@@ -73,59 +73,24 @@ class PreTokenizer:
 _TABLE = {
     "default": PreTokenizer((_PUNCTUATION, _GPT2, r"\p{N}+", _THREE_DIGITS)),
     "falcon": PreTokenizer((_PUNCTUATION_FALCON, _GPT2, _THREE_DIGITS)),
-    "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert mpt "
-    "olmo jais trillion granite-docling exaone4": PreTokenizer((_GPT2,)),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": PreTokenizer(
-        (r"\p{N}", _GPT2)
-    ),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": PreTokenizer(
+    "gpt-2 a.x-4.0 mellum olmo trillion granite-docling exaone4": PreTokenizer((_GPT2,)),
+    "smollm starcoder command-r minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2": PreTokenizer(
         (_LLAMA3,), ignore_merges=True, add_bos=True
     ),
     "dbrx smaug-bpe glm4 chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "minicpm5": PreTokenizer(
         (r"\p{N}{1,3}", rf"{_ENDINGS}|{_WORDS}|\p{{N}}+|{_SYMBOLS}|{_BLANKS}"), ignore_merges=True
     ),
-    "jais-2": PreTokenizer(
-        (
-            rf"{_ENDINGS}|{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|\s*[\r\n]+|"
-            + "".join(rf"\s{{{1 << i}}}(?!\S)|" for i in range(9, 1, -1))
-            + r"\s{1,2}(?!\S)|\s{1}",
-        )
-    ),
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),
-    "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": PreTokenizer(
-        (_QWEN2,)
-    ),
-    "qwen35": PreTokenizer(
-        (
-            rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
-        ),
-        nfc=True,
-    ),
+    "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2": PreTokenizer((_QWEN2,)),
     "ufakzeka": PreTokenizer((rf"{_WORDS}|\p{{N}}|{_SYMBOLS}|{_BLANKS}",)),
-    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _QWEN2)),
     "seed-coder": PreTokenizer(
         (rf"{_ENDINGS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)
     ),
-    "bailingmoe bailingmoe2 llada-moe": PreTokenizer(
-        (
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-            r"|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
-    "exaone-moe": PreTokenizer(
-        (
-            rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
-    ),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
-    "granite-embed-multi-97m": PreTokenizer((_GPT4O,), ignore_merges=True),
-    "tiny_aya cohere2moe": PreTokenizer(
-        (r"\d{1,3}(?=(?:\d{3})*(?![\p{L}\p{M}\p{Nd}\p{Pc}]))", _GPT4O)
-    ),
+    "gpt-4o talkie": PreTokenizer((_GPT4O,)),
+    "tiny_aya": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*(?![\p{L}\p{M}\p{Nd}\p{Pc}]))", _GPT4O)),
     "deepseek-llm": PreTokenizer(
         (
             "[\r\n]",
@@ -137,7 +102,7 @@ _TABLE = {
         )
     ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, r"\p{N}")),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(
+    "deepseek-v3 hunyuan-dense hy_v4": PreTokenizer(
         (
             r"\p{N}{1,3}",
             _HAN_AND_KANA,
@@ -152,42 +117,18 @@ _TABLE = {
             r"\p{N}",
         )
     ),
-    "youtu": PreTokenizer(
-        (
-            "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
-            "\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|"
-            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-            rf"{_CASED_ENDED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}",
-        ),
-        ignore_merges=True,
-    ),
-    "bloom poro-chat gpt3-finnish": PreTokenizer(
-        (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",)
-    ),
     "viking": PreTokenizer(
         (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
     ),
 }
 KNOWN = {name: found for names, found in _TABLE.items() for name in names.split()}
-# Names that llama.cpp knows too, with the reason why they are refused.
-REFUSED = {
-    "jina-v1-en jina-v2-code roberta-bpe": "of an encoder that ends texts with a separator",
-    "gemma4 granite-embed-multi-311m sarvam-moe whitespace": "not of bytes",
-    "kimi-k2 afmoe superbpe chameleon": "whose splitting has no test here",
-}
 
 
 def find(name: str) -> PreTokenizer:
     """Returns the pre-tokenizer of a name; raises UserError for one that is not in the table."""
     if name in KNOWN:
         return KNOWN[name]
-    for names, reason in REFUSED.items():
-        if name in names.split():
-            raise UserError(
-                f"got the pre-tokenizer {name!r} (tokenizer.ggml.pre), {reason}: it is not "
-                "supported; use the model's Hugging Face folder"
-            )
     raise UserError(
         f"got the pre-tokenizer {name!r:.80} (tokenizer.ggml.pre), which is unknown; expected one "
-        "of llama.cpp's names, such as llama-bpe or qwen2"
+        "of llama.cpp's names, such as llama-bpe or qwen2: use the model's Hugging Face folder"
     )

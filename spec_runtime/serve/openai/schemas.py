@@ -99,15 +99,15 @@ def _in_json(hint: Any) -> Any:
     return {int: Whole, float: Number, bool: Flag}.get(hint, hint)
 
 
+SAMPLED_FIELDS = sampled_fields(SamplingParams)
+
 Model = TypeVar("Model", bound="_Request")
 
 
 def sampled(model: type[Model]) -> type[Model]:
     """Gives a request the fields of SamplingParams."""
-    fields = sampled_fields(SamplingParams)
-    made: type[Model] = create_model(
-        model.__name__, __base__=model, __doc__=model.__doc__, __module__=__name__, **fields
-    )
+    more: dict[str, Any] = {"__base__": model, "__doc__": model.__doc__, "__module__": __name__}
+    made: type[Model] = create_model(model.__name__, **more, **SAMPLED_FIELDS)
     return made
 
 
@@ -166,7 +166,7 @@ class _Request(Tolerant):
     def sampling(self) -> dict[str, Any]:
         """Returns the options of sampling that the request has, by their names in SamplingParams; a
         temperature left out is 1, as OpenAI's."""
-        own = {name: getattr(self, name) for name in sampled_fields(SamplingParams)}
+        own = {name: getattr(self, name) for name in SAMPLED_FIELDS}
         given = {name: value for name, value in own.items() if value is not None}
         if given.get("top_k", 1) < 1:
             del given["top_k"]

@@ -20,7 +20,6 @@ NUMBER = mutations.numbers().map(lambda value: str(value)[:400] if abs(value) < 
 RIGHT = st.sampled_from(("1", "2", "3", "5"))
 WRONG = st.sampled_from(("0", "-1", "1.5", "x", "", "99999", "1e3", "nan"))
 SMALL = st.integers(0, 5).flatmap(lambda turn: WRONG if turn == 0 else RIGHT)
-SHARE = st.sampled_from(("0", "0.5", "0.9", "1", "1.5", "-1", "nan"))
 SAMPLING: dict[str, SearchStrategy[str] | None] = {
     **dict.fromkeys(
         ("--temperature", "--top-p", "--min-p", "--repetition-penalty"), SMALL | NUMBER
@@ -76,10 +75,7 @@ VERBS: dict[str, dict[str, SearchStrategy[str] | None]] = {
     | {
         "--temperature": SMALL,
         "--seed": SMALL,
-        "--acceptance": st.sampled_from(("target_sampling", "rejection", "typical")),
-        "--draws": st.sampled_from(("51", "1", "x")),
         "--strict": None,
-        "--reference": st.sampled_from(FOLDERS),
         "--json": st.sampled_from(OUT),
         "--limit": SMALL,
     },

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import spec_runtime
-from spec_runtime.measure import quality
+from tools.measure import quality
 from tools.measure.rivals import report
 from tools.measure.rivals.race import Context, Row
 

@@ -1,22 +1,17 @@
-"""Compares the quality of two ways of decoding by the log-likelihood of their answers.
-
-A reference target is told each token of an answer and asked how likely it was (teacher forcing).
-"""
+"""Scores texts under a target, which is told each token and asked how likely it was (teacher
+forcing)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spec_runtime.bundle.manifest import Manifest
 from spec_runtime.errors import UserError
 from spec_runtime.loop.target import Target
 from spec_runtime.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from spec_runtime.bundle.manifest import Manifest
 
 SCORED_ROWS = 32  # tokens that are scored in one pass, which returns all their logits
 
@@ -65,27 +60,3 @@ def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -
         top = logits_V.max()
         total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
     return float(total)
-
-
-def compare(
-    counts: Sequence[tuple[int, int]], log_probs: Sequence[tuple[float, float]]
-) -> dict[str, Any] | None:
-    """Returns the mean log-probability of a token, plain and speculative, and their difference with
-    its standard error, which the answers' own differences give; None without log-likelihoods.
-
-    ``counts`` and ``log_probs`` hold a pair (plain, speculative) for each answer: the number of its
-    tokens and its log-likelihood.
-    """
-    if not log_probs:
-        return None
-    count_A2, sum_A2 = np.array(counts), np.array(log_probs)
-    plain, speculative = (sum_A2.sum(0) / count_A2.sum(0)).tolist()
-    difference_A = np.diff(sum_A2 / count_A2)[:, 0]
-    n = len(counts)
-    error = float(difference_A.std(ddof=1) / math.sqrt(n)) if n > 1 else None
-    return {
-        "plain": plain,
-        "speculative": speculative,
-        "difference": speculative - plain,
-        "standard_error": error,
-    }
