@@ -61,8 +61,6 @@ def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
     saved = []
     if not only_built_in and options.draft_model is None:
         saved = _checkpoints(source, names, options.drafter_checkpoints)
-    if options.fuse:
-        _require_fusable([drafter.name for drafter in saved])
     if options.graph_form == "contiguous":
         _require_own_cache(saved, options)
     return saved
@@ -115,16 +113,6 @@ def _best_shipped() -> SavedDrafter:
 
 
 # ---- refusing and warning ----
-
-
-def _require_fusable(names: Sequence[str]) -> None:
-    """Raises UserError unless at least one of these drafters guesses in one pass."""
-    one_pass = [n for n in drafter_files.trainable() if drafter_files.load(n).Drafter.is_one_pass]
-    if not set(names) & set(one_pass):
-        raise UserError(
-            f"got fuse with drafter {', '.join(names) or 'none'}, expected one of "
-            f"{', '.join(one_pass)}: the fused step takes drafters that guess in one pass"
-        )
 
 
 def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> None:

@@ -172,9 +172,6 @@ def _write_graphs(
             info = _write_drafter(writer, loaded, models, traced, graphs["target"])
             infos.append(info)
             graphs |= _write_draft_lanes(writer, loaded, info)
-            if options.fuse and loaded.module.is_one_pass:
-                fused = writer.write_fused(info, graphs["target"])
-                graphs[bundles.fused_name(info.name)] = fused
     rounding = writer.rounding.facts()
     if rounding is not None:
         report.line(f"{models.source.name}: {said_of(rounding)}")
@@ -223,8 +220,7 @@ def _write_drafter(
 ) -> bundles.DrafterInfo:
     """Writes the graphs of one drafter and returns its manifest entry.
 
-    A drafter that runs the target's own layers, or is to be fused with it, lies beside the target
-    and shares its weights' file.
+    A drafter that runs the target's own layers lies beside the target and shares its weights' file.
     """
     options, module, name = writer.options, drafter.module, drafter.saved.name
     backbone, precision = models.backbone, options.precision_of(module)
@@ -242,15 +238,11 @@ def _write_drafter(
             config=drafter.runtime_config(),
             scratch=backbone.config.scratch,
         )
-        # Where it is to be fused it lies beside the target too: ONNX Runtime reads no weights
-        # outside of a graph's folder.
-        is_beside = options.fuse and module.is_one_pass
         graphs = {
             role: writer.write(
                 model,
-                f"target/{name}-{role}.onnx" if is_beside else f"drafters/{name}/{role}.onnx",
+                f"drafters/{name}/{role}.onnx",
                 add_banks=add_banks,
-                lender=target_graph if is_beside else None,
                 precision=precision,
             )
             for role, model in exported.items()

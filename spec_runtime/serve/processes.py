@@ -109,7 +109,7 @@ class ServedBundles:
         open_compiler(engine)
         parallel = self.settings.parallel or engine.most_parallel
         if parallel > 1:
-            megabytes = engine.lane_bytes / 1e6
+            megabytes = engine.lanes.bytes(engine.drafter) / 1e6
             self.lanes = f", {parallel} answers together of {megabytes:.0f} MB each"
         settings = replace(self.settings, name=bundle.name, parallel=parallel)
         return Service(engine, settings, metrics, kept)
