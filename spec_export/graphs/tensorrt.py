@@ -35,6 +35,7 @@ from spec_runtime.bundle.manifest import (
     written_name,
 )
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files.installed import install
 from spec_runtime.files.writing import sha256
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.proposers.rows import CHUNK_ROWS
@@ -205,7 +206,7 @@ def choose_capabilities(
     if not known:
         raise UserError(
             f"{trt.flavour} {trt.version} builds for the GPU it runs on, and there is none: build "
-            "there, or with specsplit[tensorrt-rtx] instead, which needs none"
+            f"there, or run {install('tensorrt-rtx')}, whose TensorRT needs none"
         )
     found = [part.strip() for entry in wanted for part in entry.split(",")]
     for capability in found:

@@ -27,6 +27,7 @@ from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
 from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
 
@@ -37,7 +38,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 try:
     import onnxruntime as ort
 except ImportError as error:
-    raise UserError("onnxruntime is not installed: pip install 'specsplit[cpu]'") from error
+    raise UserError(f"onnxruntime is not installed: {install('cpu')}") from error
 
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -126,8 +127,8 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
         raise UserError(
             f"onnxruntime {ort.__version__} did not load its {provider}, though CUDA 13's "
-            "libraries and a GPU are here: it may be built for another version of CUDA; install "
-            "'specsplit[gpu]' into a fresh environment, or choose another --backend"
+            "libraries and a GPU are here: it may be built for another version of CUDA; run "
+            f"{install('gpu')} in a fresh environment, or choose another --backend"
         )
     _check_signature(session, graph, path)
     return session
@@ -142,7 +143,7 @@ def prepare(device: str) -> None:
     if PROVIDERS[device] not in ort.get_available_providers():
         raise UserError(
             f"onnxruntime {ort.__version__} here has no {PROVIDERS[device]}: put onnxruntime-gpu "
-            "in its place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose "
+            f"in its place ({program('pip')} uninstall onnxruntime; {install('gpu')}), or choose "
             "another --backend"
         )
     if device == "cuda":

@@ -17,6 +17,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 
 from spec_runtime.bundle.drafter_entry import Calibration, KnownConfig, KnownTrees, check_known
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import how_to_build
 from spec_runtime.files.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
 
@@ -442,11 +443,11 @@ def read_manifest(folder: Path) -> Manifest:
     Raises BundleError as `read` does.
     """
     manifest_file = folder / MANIFEST
-    _require(
-        manifest_file.is_file(),
-        f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with spec-export build, "
-        "or fetch one with spec-runtime pull",
-    )
+    if not manifest_file.is_file():
+        raise BundleError(
+            f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with "
+            f"{how_to_build()}"
+        )
     try:
         size = manifest_file.stat().st_size
         if size > MAX_MANIFEST_BYTES:
@@ -595,9 +596,9 @@ def find(root: str | Path = "bundles") -> Path:
     """Returns the newest bundle, by its manifest's date, among the folders in `root`."""
     # Hidden folders are half-built bundles.
     manifests = list(Path(root).glob(f"[!.]*/{MANIFEST}"))
-    _require(
-        bool(manifests),
-        f"no bundle under {Path(root)}/, expected one; run spec-export build --drafter "
-        "parallelspec or spec-runtime pull, or name a folder with --bundle",
-    )
+    if not manifests:
+        raise BundleError(
+            f"no bundle under {Path(root)}/, expected one; make one with {how_to_build()}, or name "
+            "a folder with --bundle"
+        )
     return max(manifests, key=lambda file: file.stat().st_mtime).parent

@@ -23,6 +23,7 @@ import typer
 
 from spec_runtime.cli.terminal import visible
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 from spec_runtime.files.mapping import brief
 
 INTERRUPTED, TERMINATED, NO_READER = (
@@ -45,6 +46,10 @@ EXTRAS = {
     **dict.fromkeys(("accelerate", "peft"), "export"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), "serve"),
     "matplotlib": "figures",
+    "tensorboard": "tensorboard",
+    "llguidance": "grammar",
+    "prompt_toolkit": "chat",
+    "ray": "ray",
 }
 
 # What typer raises for any wrong command line. It has no name of its own for it, and takes it from
@@ -91,7 +96,7 @@ def _message(error: BaseException) -> str | None:
             return None
         return (
             f"{module_name} is not installed, which this command needs; "
-            f"run pip install 'specsplit[{EXTRAS[module_name]}]'"
+            f"run {install(EXTRAS[module_name])}"
         )
     if UsageError is not None and isinstance(error, UsageError):
         return _usage(cast(typer.BadParameter, error))
