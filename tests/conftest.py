@@ -19,7 +19,7 @@ from spec_runtime.pace import first_use
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
-    from fake_ort_cuda import Device
+    from host_cuda import HostCuda
     from small import Measure, Run
     from toy_backend import ToyTarget
     from workshop import FluentWorkshop, Workshop
@@ -253,16 +253,15 @@ def standin() -> StandIn:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """Replaces ONNX Runtime and CUDA's Python bindings."""
-    import fake_ort_cuda  # imported here because it needs ONNX
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCuda]:
+    """Has sessions on CUDA compute on the CPU; no memory is left behind."""
+    import host_cuda
 
-    device = fake_ort_cuda.install(monkeypatch)
+    device = host_cuda.install(monkeypatch)
     yield device
     gc.collect()
-    assert not device.blocks, "device memory is left"
-    assert not device.runtime.host, "pinned memory is left"
-    assert not device.runtime.is_busy
+    assert not device.memory, "memory is left"
+    assert not device.is_busy
 
 
 @pytest.fixture

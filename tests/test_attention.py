@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 from cuda_standin import StandIn  # noqa: E402
+from cuda_standin.calls import Calls, read_calls  # noqa: E402
 from tiny_target import save_llama  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
@@ -150,24 +148,12 @@ buffers = [spec for spec in graph.inputs if spec.name.startswith("kv.")]
 print(min(backend.buffers[spec.name].numpy().nbytes for spec in buffers))
 """
 
-# Generates with each drafter, which sees zeros in place of the junk that nothing has computed.
+# Generates with each drafter.
 GENERATE = """
 import ctypes, sys
-import numpy as np
 import spec_runtime
-from spec_runtime.backends.cuda.backend import CudaBackend
+from cuda_standin import zeroed
 
-run, run_keeping = CudaBackend.run, CudaBackend.run_keeping
-
-def zeros(outputs):
-    return {name: np.zeros_like(array) for name, array in outputs.items()}
-
-def keeping(*arguments):
-    outputs, kept = run_keeping(*arguments)
-    return zeros(outputs), kept
-
-CudaBackend.run = lambda *arguments: zeros(run(*arguments))
-CudaBackend.run_keeping = keeping
 mark = ctypes.CDLL("libcudart.so.13").standin_mark
 for name in sys.argv[2:]:
     mark(name.encode())
@@ -178,19 +164,20 @@ for name in sys.argv[2:]:
 
 def calls(
     standin: StandIn, tmp_path: Path, script: str, *arguments: Any
-) -> tuple[str, Iterator[tuple[str, list[str]]]]:
-    """Runs a script over the stand-in; returns its output, and the calls after each mark."""
+) -> tuple[str, dict[str, Calls]]:
+    """Runs a script over the stand-in; returns its output, and the calls by mark, none of which
+    is what attention may not do."""
     log = tmp_path / "log"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=standin.environment(log),
-        capture_output=True,
-        text=True,
-    )
+    done = standin.run("-c", script, *arguments, log=log)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "runs without CUDA graphs" not in done.stderr
-    sections = log.read_text().split("\nmark ")[1:]
-    return done.stdout, ((name, lines) for name, *lines in map(str.splitlines, sections))
+    sections = read_calls(log)
+    for name, each in sections.items():
+        kernels = each.kernels + each.captured_kernels
+        assert not [kernel for kernel in kernels if any(part in kernel for part in UNWANTED)], name
+        assert each.violations == [], name
+        assert "H2D" not in [kind for kind, _ in each.captured_copies], name
+    return done.stdout, sections
 
 
 @pytest.mark.standin
@@ -207,26 +194,17 @@ def test_rows_are_read_in_place_at_every_width(
     assert (dims.num_heads, dims.num_kv_heads) == (4, num_kv_heads)
     widths = (1, 4, 8, 16, 64)
     printed, sections = calls(standin, tmp_path, RUN_TARGET, folder, *widths)
-    seen = []
-    for name, lines in sections:
-        if name == "rest":
-            continue
-        kind, _ = name.split()
-        seen.append(name)
-        kernels = [line for line in lines if line.startswith("kernel")]
-        assert [line for line in kernels if any(part in line for part in UNWANTED)] == []
-        softmax = sum("UnfusedSoftmax" in line for line in kernels if kind == "eager")
-        assert softmax == (dims.num_layers if kind == "eager" else 0)
-        for line in lines:
-            assert not line.startswith("violation"), line
-            if line.startswith("copy"):
-                words = line.split()
-                assert words[1:3] != ["captured", "H2D"], line
-                assert words[2] != "D2D" or int(words[3]) < int(printed), "as large as a buffer"
-        launches = sum(line.startswith("graph launch") for line in lines)
-        assert launches == (0 if kind == "eager" else 1)
-        assert not kernels or kind != "replay"
-    assert seen == [f"{kind} {n}" for n in widths for kind in ("eager", "capture", "replay")]
+    for n in widths:
+        eager, capture, replay = (
+            sections[f"{kind} {n}"] for kind in ("eager", "capture", "replay")
+        )
+        softmax = sum("UnfusedSoftmax" in kernel for kernel in eager.kernels)
+        assert (softmax, eager.num_graph_launches) == (dims.num_layers, 0)
+        assert capture.num_graph_launches == replay.num_graph_launches == 1
+        assert not replay.kernels
+        for each in (eager, capture, replay):
+            copied = [size for kind, size in (*each.copies, *each.captured_copies) if kind == "D2D"]
+            assert max(copied, default=0) < int(printed), "as large as a buffer"
 
 
 @pytest.mark.standin
@@ -236,8 +214,4 @@ def test_every_drafter_is_captured_without_copies_from_the_host(
     """The tokens mean nothing there."""
     printed, sections = calls(standin, tmp_path, GENERATE, folder, *DRAFTERS)
     assert printed.splitlines() == [f"{name} 60" for name in DRAFTERS]
-    for name, lines in sections:
-        assert sum(line.startswith("graph launch") for line in lines) > 2, name
-        for line in lines:
-            assert not line.startswith(("violation", "copy captured H2D")), (name, line)
-            assert not any(part in line for part in UNWANTED), (name, line)
+    assert all(sections[name].num_graph_launches > 2 for name in DRAFTERS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +216,14 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
     batch.open_passes_beside()
     options: CallOptions = {"max_new_tokens": 6, "ignore_eos": True}
     alone = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS[:3]]
+
+    def is_open(most: int) -> bool:
+        return engine.passes is not None and engine.passes.most_open == most
+
     for most in (1, 2, 3):
         if most > 1:
             may_open[lanes_name(most)].set()
-            assert engine.passes is not None
-            wait_until(lambda: engine.passes.most_open == most)  # noqa: B023 - within this turn
+            wait_until(partial(is_open, most))
         passes.clear()
         calls = [engine.prepare(prompt, **options) for prompt in PROMPTS[:3]]
         found = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result}

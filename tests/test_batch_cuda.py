@@ -1,6 +1,6 @@
 """Tests that calls which share passes on a GPU get what each gets by itself.
 
-ONNX Runtime's calls go to tests/fake_ort_cuda.py, which computes on the CPU.
+Our code for CUDA drives ONNX Runtime's CPU provider here, see tests/host_cuda.py.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fake_ort_cuda as fake
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from contract import PROMPTS
+from host_cuda import HostCuda, step_feeds
 from tiny_target import save_llama
 from workshop import FluentWorkshop
 
 import spec_runtime
-from spec_export import drafters
 from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_runtime import backends
@@ -29,9 +28,12 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.target import LOGITS, Asked, Target, Wants, verify_together
 from spec_runtime.trees.tree import TokenTree
 
-DRAFTERS = [*drafters.trainable(), "prompt_lookup", "none"]
+# One of each kind: a cache, states, no cache, the target's cache; tests/test_batch.py has them all.
+TRAINED = ("parallelspec", "hydra", "medusa", "skip_layer")
+DRAFTERS = (*TRAINED, "prompt_lookup", "none")
 SAMPLING: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5})
 NUM_LANES = 3
+RUNS = ("eager", "captured", "replayed")
 # What a lane asks for: a tree; the same with the largest logits; the end of a chunk of a prompt,
 # which is wider than what is captured.
 TREE = TokenTree(np.array([5, 6, 7, 8, 9]), np.array([0, 0, 0, 1, 1]))
@@ -45,17 +47,15 @@ ASKED: dict[str, list[Asked]] = {
 
 @pytest.fixture(scope="module")
 def fluent_folder(fluent: FluentWorkshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns an fp32 bundle for CUDA with every drafter and graphs for up to three lanes."""
+    """Returns an fp32 bundle for CUDA with graphs for up to three lanes."""
     out = tmp_path_factory.mktemp("lanes") / "bundle"
     options: dict[str, Any] = {"device": "cuda", "precision": "fp32", "lanes": NUM_LANES}
-    for name in reversed(drafters.trainable()):  # the process of test_batch.py begins with others
-        fluent.drafter(name)
-    return fluent.build(out, *drafters.trainable(), **options)
+    return fluent.build(out, *TRAINED, **options)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_each_answer_is_the_one_it_gets_by_itself(
-    fluent_folder: Path, device: fake.Device, name: str
+    fluent_folder: Path, device: HostCuda, name: str
 ) -> None:
     engine = spec_runtime.load(fluent_folder, name, backend="cuda", threads=1)
     for sampling in SAMPLING:
@@ -63,7 +63,7 @@ def test_each_answer_is_the_one_it_gets_by_itself(
         alone = [engine.generate(prompt, **options) for prompt in PROMPTS]
         together = engine.generate_many(PROMPTS, parallel=NUM_LANES, **options)
         assert [each.token_ids for each in together] == [each.token_ids for each in alone]
-    assert any("lane_rows" in shapes for shapes in device.shapes)
+    assert device.bound["mask.lane1"]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def open_targets(folder: Path, cuda_graphs: bool) -> list[Target]:
 @pytest.mark.parametrize("what", ASKED)
 def test_a_shared_pass_says_what_each_lanes_own_says(
     folders: dict[str, Path],
-    device: fake.Device,
+    device: HostCuda,
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
     cuda_graphs: bool,
@@ -119,10 +119,10 @@ def test_a_shared_pass_says_what_each_lanes_own_says(
     tolerance = 2e-2 if precision == "fp16" else 1e-5
     counts = []
     for _ in range(4):
-        before = device.num_eager, device.num_captured, device.num_replayed
-        found = read(verify_together(passes, targets, asked), asked)
-        after = device.num_eager, device.num_captured, device.num_replayed
-        counts.append(tuple(b - a for a, b in zip(before, after, strict=True)))
+        before = device.counts.copy()
+        verified = verify_together(passes, targets, asked)
+        counts.append([device.counts[what] - before[what] for what in RUNS])
+        found = read(verified, asked)
         alone = [target.verify(*each) for target, each in zip(targets, asked, strict=True)]
         expected = read(alone, asked)
         for got, right in zip(found, expected, strict=True):
@@ -133,15 +133,30 @@ def test_a_shared_pass_says_what_each_lanes_own_says(
     own = sorted(each.tree.num_nodes for each in asked)
     capacity = 200 + bundle.manifest.target.scratch
     seen = capacity if precision == "fp32" else {"a chunk": 128}.get(what, 64)
-    for each in device.shapes:
-        if "lane_rows" in each:  # lanes come in an order of their own
-            masks = sorted(each[f"mask.lane{k}"] for k in range(2))
-            assert masks == [(1, 1, 8 if is_captured else n, seen) for n in own]
+    masks = zip(device.bound["mask.lane0"], device.bound["mask.lane1"], strict=True)
+    for each in masks:  # lanes come in an order of their own
+        assert sorted(each) == [(1, 1, 8 if is_captured else n, seen) for n in own]
     kinds = 2 if what == "draws" else 1  # the pass, and the graph of the largest logits
     if is_captured:
-        assert counts == [(kinds, 0, 0), (0, kinds, 0), (0, 0, kinds), (0, 0, kinds)]
+        assert counts == [[kinds, 0, 0], [0, kinds, 0], [0, 0, kinds], [0, 0, kinds]]
     else:
-        assert counts == [(kinds, 0, 0)] * 4
+        assert counts == [[kinds, 0, 0]] * 4
+
+
+def test_a_shared_pass_waits_for_what_lanes_have_on_their_streams(
+    folders: dict[str, Path], device: HostCuda
+) -> None:
+    targets, asked = open_targets(folders["fp32"], True), ASKED["trees"]
+    passes = backends.open_lanes(bundles.read(folders["fp32"]), backends.Runtime("cuda", 1))
+    for target in targets:
+        backend, cache = target.lend()
+        backend.run(step_feeds(cache, [7, 8], [0, 0]), [])
+        cache.commit([0, 1])
+    assert device.is_busy
+    found = read(verify_together(passes, targets, asked), asked)
+    alone = [target.verify(*each) for target, each in zip(targets, asked, strict=True)]
+    for got, right in zip(found, read(alone, asked), strict=True):
+        assert got["logits"] == pytest.approx(right["logits"], abs=1e-5)
 
 
 def read(verified: Sequence[Any], asked: Sequence[Asked]) -> list[dict[str, np.ndarray]]:
@@ -160,16 +175,16 @@ def read(verified: Sequence[Any], asked: Sequence[Asked]) -> list[dict[str, np.n
     return found
 
 
-def test_only_ids_come_to_the_host(folders: dict[str, Path], device: fake.Device) -> None:
+def test_only_ids_come_to_the_host(folders: dict[str, Path], device: HostCuda) -> None:
     targets = open_targets(folders["fp16"], True)
     passes = backends.open_lanes(bundles.read(folders["fp16"]), backends.Runtime("cuda", 1))
-    before = device.bytes_to_host
+    before = device.counts["bytes down"]
     first, second = verify_together(passes, targets, ASKED["trees"])
     assert first.argmax_N.shape == (5,)
     assert second.argmax_N.shape == (1,)
-    assert device.bytes_to_host - before == 2 * 8 * 8, "eight ids a lane"
+    assert device.counts["bytes down"] - before == 2 * 8 * 8, "eight ids a lane"
     first.row(3)
-    assert device.bytes_to_host - before == 2 * 8 * 8 + 4 * targets[0].vocab_size
+    assert device.counts["bytes down"] - before == 2 * 8 * 8 + 4 * targets[0].vocab_size
     verify_together(passes, targets, ASKED["trees"])
     with pytest.raises(AssertionError, match="read after the backend's next run"):
         first.row(1)

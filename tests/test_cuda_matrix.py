@@ -6,9 +6,6 @@ The drafters are untrained: what is launched and copied does not depend on weigh
 from __future__ import annotations
 
 import json
-import statistics
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +66,6 @@ class GraphRun:
     cpu_nodes: list[str]
     num_memcpy: int
     smallest_buffer: int
-    host_us: float
     calls: dict[str, Calls]
 
     @property
@@ -208,12 +204,8 @@ def runs_of(
     def runs_of(kind: str, precision: str, capability: str) -> list[GraphRun]:
         bundle = build(kind, precision)
         log = bundle.path.parent / f"{precision}-{capability}.log"
-        done = subprocess.run(
-            [sys.executable, "-m", "cuda_standin.graph_runs", str(bundle.path)],
-            env=standin.environment(log, capability, OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-        )
+        words = ("-m", "cuda_standin.graph_runs", bundle.path)
+        done = standin.run(*words, log=log, capability=capability, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr[-2000:]
         sections = read_calls(log)
         return [
@@ -264,7 +256,7 @@ def test_no_graph_is_left_out(
 
 
 FINE = GraphRun(
-    *("target", "", True, ["Cast"], 0, 4096, 10.0),
+    *("target", "", True, ["Cast"], 0, 4096),
     calls={
         "open": Calls(),
         "eager": Calls(kernels=["MatMul"], copies=[("H2D", 64)]),
@@ -298,60 +290,3 @@ FAULTS: dict[Callable[[GraphRun], str], GraphRun] = {
 def test_a_fault_is_noticed(condition: Callable[[GraphRun], str]) -> None:
     assert condition(FINE) == ""
     assert condition(FAULTS[condition]) != ""
-
-
-# ---- the table ----
-
-COLUMNS = (
-    *("graph", "precision", "compute capability"),
-    *("first: launches", "copies", "bytes", "waits"),
-    *("captured: launches", "copies"),
-    *("replayed: graphs", "copies", "bytes", "waits"),
-    *("host µs", "device KiB"),
-)
-
-
-def test_shows_what_a_run_costs(
-    runs_of: Callable[[str, str, str], list[GraphRun]],
-    record_property: Callable[[str, object], None],
-) -> None:
-    """Shows the table: a row a graph and precision, and another where capabilities differ."""
-    rows: dict[tuple[str, ...], list[tuple[str, float]]] = {}
-    for kind, precision, capability in MATRIX:
-        for run in runs_of(kind, precision, capability) if kind == "llama" else ():
-            key = (run.name, precision, *_costs(run))
-            rows.setdefault(key, []).append((capability, run.host_us))
-    table: list[tuple[str, ...]] = [COLUMNS]
-    for (name, precision, *costs, device), found in rows.items():
-        capabilities = ", ".join(capability for capability, _ in found)
-        host = f"{statistics.median(us for _, us in found):.0f}"
-        table.append((name, precision, capabilities, *costs, host, device))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-    heading = (
-        "Calls of CUDA over a stand-in: of the first run, of the captured graph, and of a run "
-        "that replays it. Host time is the median of replayed runs, the target's with placing its "
-        "rows. Device memory is what opening and these runs allocated."
-    )
-    record_property("shown", "\n".join([heading, *lines]))
-    assert len(rows) > 0
-
-
-def _costs(run: GraphRun) -> list[str]:
-    eager, capture, replay = run.running
-    numbers = [
-        *_counts(eager),
-        *(len(capture.captured_kernels), len(capture.captured_copies)),
-        *(replay.num_graph_launches, *_counts(replay)[1:]),
-        sum(calls.device_bytes for calls in run.calls.values()) // 1024,
-    ]
-    return [str(number) for number in numbers]
-
-
-def _counts(calls: Calls) -> tuple[int, int, int, int]:
-    """Returns launches, copies, bytes copied and waits outside of graphs."""
-    num_bytes = sum(n for _, n in calls.copies)
-    return len(calls.kernels), len(calls.copies), num_bytes, calls.num_waits

@@ -55,7 +55,8 @@ def test_the_site_fills_in_every_table_of_a_page(page: Path) -> None:
     """Markers stand on lines of their own, and results hold no number typed by hand."""
     text = page.read_text(encoding="utf-8")
     markers = len(render.MARKER.findall(text))
-    assert markers == text.count("figures: ") and "<!-- /figures -->" not in text
+    assert markers == text.count("figures: ")
+    assert "<!-- /figures -->" not in text
     filled = render.filled(text)
     assert filled.count("\n| --- |") >= len(re.findall(r"figures: (?!source)", text))
     assert filled.count("\nMeasured: `") >= text.count("figures: source ")

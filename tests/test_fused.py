@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import fake_ort_cuda
 import numpy as np
 import pytest
 
@@ -25,7 +24,6 @@ import spec_runtime  # noqa: E402
 from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.bundle.onnx_file import read_outline  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
-from spec_runtime.errors import UserError  # noqa: E402
 from spec_runtime.loop.fused_steps import FusedSteps  # noqa: E402
 from spec_runtime.loop.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
@@ -275,94 +273,6 @@ def test_int8_runs_through_it(bundles: Any) -> None:
     result = engine.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
     assert len(result.token_ids) == 40
     assert result.stats.steps < 39
-
-
-def test_on_cuda_each_side_and_width_is_one_graph(
-    bundles: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs on tests/fake_ort_cuda.py. Each side runs once as it is before it is captured."""
-    path = bundles("parallelspec", device="cuda")
-    expected = load(path, "parallelspec").generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
-    device = fake_ort_cuda.install(monkeypatch)
-    engine = spec_runtime.load(path, backend="cuda", threads=1)
-    assert isinstance(engine.fused, FusedSteps), "on CUDA it is the default"
-    assert engine.with_drafter("none").fused is None
-    result = engine.generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
-    assert result.token_ids == expected.token_ids
-    assert engine.fused.num_steps == result.stats.steps == expected.stats.steps
-    stepper = engine.fused._stepper
-    assert len(stepper._pairs) > 1, "the mask never grew: nothing is tested"
-    assert device.num_captured == 2 * len(stepper._pairs)
-    assert device.num_replayed == result.stats.steps - 2 * device.num_captured
-    # a step's integers; the state where the mask grew; at the end the features of the path
-    per_step = (2 * engine.fused.depth + 4) * 8
-    left = stepper.bytes_to_host - result.stats.steps * per_step
-    left -= stepper.fetch("path_features").nbytes
-    state = sum(array.nbytes for array in stepper.state().values())
-    assert 0 < left < len(stepper._pairs) * state
-
-
-def test_a_fused_step_that_reads_whole_buffers_has_masks_of_their_width(
-    bundles: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs on tests/fake_ort_cuda.py. The session has the settings of its target's attention."""
-    path = bundles("parallelspec", "fp32", "cuda")
-    device = fake_ort_cuda.install(monkeypatch)
-    engine = spec_runtime.load(path, backend="cuda", threads=1)
-    assert isinstance(engine.fused, FusedSteps)
-    result = engine.generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
-    assert engine.fused.num_steps == result.stats.steps > 5
-    capacity = engine.fused._cache.capacity
-    assert engine.fused._stepper.state()["taken"].shape == (capacity,)
-    assert len(engine.fused._stepper._pairs) == 1
-    assert {settings["sdpa_kernel"] for settings in device.settings} == {"16"}
-
-
-@pytest.mark.parametrize("is_opened", [True, False])
-def test_a_fused_step_that_cannot_be_captured_is_no_default(
-    bundles: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    is_opened: bool,
-) -> None:
-    """Nor is one that cannot be opened. Asked for, the one runs without CUDA graphs, the other is
-    an error. Every session computes float32 in float32."""
-    path = bundles("parallelspec", device="cuda")
-    device = fake_ort_cuda.install(monkeypatch)
-    device.uncaptured = ("-fused.onnx",)
-    if not is_opened:
-        monkeypatch.setattr("spec_runtime.backends.cuda.stepper.open_session", refuse)
-    options: Any = {"backend": "cuda", "threads": 1}
-    engine = spec_runtime.load(path, **options)
-    assert engine.fused is None
-    (line,) = warnings(caplog)
-    assert line.startswith("drafter parallelspec goes without its fused step: ")
-    assert ("cannot use the graph capture feature" if is_opened else "not here") in line
-    expected = engine.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
-    assert expected.stats.steps < 12, "it drafts all the same"
-
-    caplog.clear()
-    if not is_opened:
-        with pytest.raises(ValueError, match="not here"):
-            spec_runtime.load(path, fused=True, **options)
-        return
-    for chosen in ({"fused": True}, {"cuda_graphs": False}):
-        engine = spec_runtime.load(path, **(options | chosen))
-        assert isinstance(engine.fused, FusedSteps)
-        result = engine.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
-        assert result.token_ids == expected.token_ids
-    (line,) = warnings(caplog)
-    assert line.startswith("parallelspec-fused.onnx runs without CUDA graphs: ")
-    assert len(device.settings) > 6
-    assert {settings["use_tf32"] for settings in device.settings} == {"0"}
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.name == "spec_runtime"]
-
-
-def refuse(*arguments: Any) -> None:
-    raise UserError("not here")
 
 
 def test_what_is_not_plainly_greedy_takes_the_ordinary_loop(bundles: Any) -> None:

@@ -91,6 +91,17 @@ def test_the_architecture_page_lists_the_rooms_from_the_lowest_up(package: str) 
         assert not rooms[room] & set(listed[i:]), f"{room} imports a room that stands below it"
 
 
+def test_the_page_of_the_tests_names_every_helper() -> None:
+    tests = ROOT / "tests"
+    page = (tests / "README.md").read_text(encoding="utf-8")
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", page)}
+    files = {path for path in tests.rglob("*.py") if not path.name.startswith(("test_", "__"))}
+    helpers = {path.name for path in files if path.parent.name != "kinds"}
+    tested = {path.name for path in tests.rglob("test_*.py")}
+    assert (sorted(helpers - named), sorted(named - helpers - tested)) == ([], [])
+    assert len(page.splitlines()) <= 60
+
+
 @pytest.mark.parametrize("package", ["spec_runtime", "spec_export"])
 def test_both_packages_ship_their_types(package: str) -> None:
     """Type checkers read a package's annotations only if `py.typed` lies in it."""

@@ -97,7 +97,8 @@ class GrammarCompiler:
             fault = trial_process.fault(self._library, self._tokenizer, compiled, probes)
         if fault is not None:
             raise _invalid(grammar, fault, "simpler")
-        matcher = self._library.LLMatcher(self._tokenizer, compiled, log_level=0)
+        with self._trials.place(interruption):
+            matcher = self._library.LLMatcher(self._tokenizer, compiled, log_level=0)
         if matcher.is_error():
             raise _invalid(grammar, matcher.get_error())
         result = LlguidanceMatcher(

@@ -119,7 +119,7 @@ class GrammarTrials:
         return known[0]
 
     def _outcome(self, key: bytes, line: bytes, interruption: Interruption) -> str | None:
-        with self._place(interruption):
+        with self.place(interruption):
             process = self._take(interruption) if self._is_possible else None
             if process is None:
                 return None
@@ -132,8 +132,9 @@ class GrammarTrials:
         return fault
 
     @contextmanager
-    def _place(self, interruption: Interruption) -> Iterator[None]:
-        """Waits until few enough grammars are tried, while the block runs."""
+    def place(self, interruption: Interruption) -> Iterator[None]:
+        """Waits until few enough grammars are tried or compiled, and counts as one while the block
+        runs. Raises Interrupted if the interruption has a reason before."""
         with self._lock:
             self._num_waiting += 1
         try:

@@ -6,6 +6,8 @@ README.md says what this can show and what it cannot.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,18 @@ class StandIn:
     def build(cls) -> StandIn:
         """Builds it, or finds it built. Raises UnavailableError if it cannot be built here."""
         return cls(*built())
+
+    def run(
+        self, *words: object, log: Path | None = None, capability: str = "9.0", **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs this Python with these words in `environment`, and returns how it ended."""
+        return subprocess.run(
+            [sys.executable, *map(str, words)],
+            env=self.environment(log, capability, **more),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
 
     def environment(
         self, log: Path | None = None, capability: str = "9.0", **more: str

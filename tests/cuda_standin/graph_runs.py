@@ -11,7 +11,6 @@ import dataclasses
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +38,6 @@ PHASES = EAGER, CAPTURE, REPLAY = "eager", "capture", "replay"
 OPEN = "open"
 NUM_ROWS = 8  # of a run that has a choice
 PARENTS = np.array([0, 0, 0, 1, 1, 2, 2, 3])
-NUM_TIMED = 200
 POSITIONS = "kv.positions"  # the positions of slots, a cache of models with convolutions or windows
 # What decoding copies to the host.
 FETCHED = ("guess_ids", "guess_log_probs", "pair_log_probs", ARGMAX)
@@ -53,8 +51,7 @@ class Finding:
 
     `cpu_nodes` are the types of nodes that ONNX Runtime put on the CPU, `num_memcpy` counts the
     copies that it inserted between devices. `smallest_buffer` is in bytes, without the positions of
-    slots, which are eight bytes each; `host_us` the median of a captured run, or of a captured step
-    of the loop.
+    slots, which are eight bytes each.
     """
 
     name: str
@@ -63,7 +60,6 @@ class Finding:
     cpu_nodes: list[str] = field(default_factory=list)
     num_memcpy: int = 0
     smallest_buffer: int = 0
-    host_us: float = 0.0
 
 
 class WatchedSession(ort.InferenceSession):  # type: ignore[misc]
@@ -240,14 +236,6 @@ def _run_phases(
         prepare()
         mark(finding.name, phase)
         run()
-    cudart.standin_pause_log(1)
-    times = []
-    for _ in range(NUM_TIMED):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    cudart.standin_pause_log(0)
-    finding.host_us = 1e6 * float(np.median(times))
 
 
 def mark(graph: str, phase: str) -> None:

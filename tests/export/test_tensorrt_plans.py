@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_tensorrt as fake
+import host_tensorrt as host
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -196,7 +196,7 @@ def test_a_graph_without_free_axes_has_one_profile() -> None:
 
 
 def test_compute_capabilities_are_named_or_the_gpus() -> None:
-    trt, known = fake.tensorrt(), ["8.0", "8.9"]
+    trt, known = host.tensorrt(), ["8.0", "8.9"]
     assert build.choose_capabilities(trt, ["8.9,8.0", "8.9"], known) == ("8.9", "8.0")
     for wanted in (["9.0"], ["89"], ["8.9,"]):
         with pytest.raises(ValueError, match=r"got compute capability .* one of 8\.0, 8\.9: for"):
@@ -213,7 +213,7 @@ def test_compute_capabilities_are_named_or_the_gpus() -> None:
 def test_a_plans_key_depends_on_all_that_shapes_it(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trt = fake.tensorrt()
+    trt = host.tensorrt()
     profile: build.Profile = {"N": (1, 2, 3)}
     keys = [
         build.plan_key("a", trt, "8.9", [profile]),
@@ -260,8 +260,8 @@ def test_what_cannot_be_built_is_one_line(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "import_tensorrt", fake.tensorrt)
-    monkeypatch.setattr(build, "open_cuda", lambda: fake.cuda(None)[0])
+    monkeypatch.setattr(build, "import_tensorrt", host.tensorrt)
+    monkeypatch.setattr(build, "open_cuda", lambda: host.cuda(None)[0])
     model, out = workshop.llama(), tmp_path / "bundle"
     code, _, err = run("build", "--model", model, "--out", out, *options, main=cli.main)
     assert code == 2

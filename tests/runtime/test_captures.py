@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -184,13 +182,7 @@ print(*problems)
 @pytest.mark.parametrize("how", ["guarded", "unguarded"])
 def test_two_threads_capture_and_allocate(standin: StandIn, tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_THREADS, str(tmp_path), how],
-        env=standin.environment(log),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = standin.run("-c", TWO_THREADS, tmp_path, how, log=log)
     lines = log.read_text().splitlines()
     violations = [line for line in lines if line.startswith("violation")]
     if how == "unguarded":

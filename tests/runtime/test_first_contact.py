@@ -9,20 +9,20 @@ import ctypes
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_ort_cuda as fake
 import pytest
 from cuda_standin import StandIn
 from cuda_standin.build import PROVIDER
+from onnx_text import model_of
 from workshop import Workshop
 
 from spec_runtime.backends.base import Runtime
 from spec_runtime.backends.cuda import libraries as cuda_libraries
 from spec_runtime.backends.cuda.libraries import DRIVER, LIBRARIES, library_folders
+from spec_runtime.backends.session import REFUSED_CAPTURE
 
 ABSENT = "cannot open shared object file"
 
@@ -169,7 +169,6 @@ print(json.dumps(about))
 
 def write(folder: Path) -> list[Path]:
     """Writes a graph that can be captured and warns, and one that cannot be captured."""
-    onnx = pytest.importorskip("onnx")
     graphs = {
         "scatter": "(float[4] x, float[1] row) => (float[4] y) <int64[1, 1] index = {0}> "
         "{ y = ScatterND(x, index, row) }",
@@ -177,25 +176,19 @@ def write(folder: Path) -> list[Path]:
         "{ xx = Add(x, x) y = Pad(xx, pads) }",
     }
     for name, graph in graphs.items():
-        model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {name} {graph}')
-        onnx.save(model, folder / f"{name}.onnx")
+        (folder / f"{name}.onnx").write_bytes(model_of(f"{name} {graph}").SerializeToString())
     return [folder / f"{name}.onnx" for name in graphs]
 
 
 @pytest.mark.standin
 def test_sessions_on_the_real_provider(standin: StandIn, tmp_path: Path) -> None:
     """They compute exactly, without cuDNN's attention and without a word; a capture is refused in
-    the words that we know, and the fake says."""
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, *map(str, write(tmp_path))],
-        env=standin.environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    the words that we know."""
+    done = standin.run("-c", OPEN, *write(tmp_path))
+    assert done.returncode == 0, done.stderr
     about = json.loads(done.stdout)
     assert about["cudnn"] == "0"
-    assert about["pad True"] == fake.REFUSAL
+    assert REFUSED_CAPTURE in about["pad True"]
     for name, is_captured in (("scatter True", "1"), ("scatter False", "1"), ("pad False", "0")):
         settings = about[name]["CUDAExecutionProvider"]
         assert (settings["use_tf32"], settings["enable_cuda_graph"]) == ("0", is_captured)
@@ -245,16 +238,8 @@ def test_the_first_command_ends_with_tokens(
     """They are meaningless, as nothing is computed. Nothing but the summary is said."""
     words = ["generate", "say abc", "--bundle", str(folder), "--backend", "cuda"]
     log = tmp_path / "log"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", "from spec_runtime.cli import main; main()", *words, *flags),
-            *("--max-new-tokens", "24", "--ignore-eos"),
-        ],
-        env=standin.environment(log),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words += [*flags, "--max-new-tokens", "24", "--ignore-eos"]
+    done = standin.run("-c", "from spec_runtime.cli import main; main()", *words, log=log)
     assert done.returncode == 0, done.stderr
     (summary,) = done.stderr.splitlines()
     assert re.match(r"24 tokens, .* finished by length$", summary)

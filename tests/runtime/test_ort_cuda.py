@@ -1,34 +1,28 @@
 """Tests ONNX Runtime's CUDA backend without a GPU.
 
-Its calls go to tests/fake_ort_cuda.py, which computes on the CPU and refuses what must not happen.
-Bundles built for CUDA really run on the CPU.
+Here our code for CUDA drives ONNX Runtime's CPU provider (tests/host_cuda.py), so that answers can
+be compared. tests/test_cuda_runs.py runs the CUDA provider itself, and counts what it does.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fake_ort_cuda as fake
 import numpy as np
-import onnxruntime
 import pytest
-from fake_tensorrt import step_feeds
+from host_cuda import HostCuda, step_feeds
 from onnx_text import model_of, session_of
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime.backends import Runtime, open_graph, pad_rows, session, shapes
+from spec_runtime.backends import Runtime, open_graph, pad_rows, shapes
 from spec_runtime.backends.cpu import backend as cpu
 from spec_runtime.backends.cpu.backend import CpuBackend
-from spec_runtime.backends.cuda import device_runs, graph_cache
-from spec_runtime.backends.cuda.copies import Copies
-from spec_runtime.backends.layout import ALIGNMENT, PackedFeeds
-from spec_runtime.backends.session import NamingGraph, OrtBackend
+from spec_runtime.backends.cuda import device_runs
+from spec_runtime.backends.session import OrtBackend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.loop.kv import Cache, open_cache
@@ -61,9 +55,7 @@ def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.En
 
 
 def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "ort", onnxruntime)
-        return load(folder, "onnxruntime", **options)
+    return load(folder, "onnxruntime", **options)
 
 
 def open_target(
@@ -90,7 +82,7 @@ def open_target(
 )
 def test_it_generates_what_the_cpu_generates(
     folders: dict[str, Path],
-    device: fake.Device,
+    device: HostCuda,
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
     name: str,
@@ -105,14 +97,12 @@ def test_it_generates_what_the_cpu_generates(
         result = engine.generate(prompt, **OPTIONS, **sampling)
         assert result.token_ids == right.token_ids
         assert result.stats.steps == right.stats.steps
-    widths = {shapes["mask"][3] for shapes in device.shapes if "mask" in shapes}
+    widths = {shape[3] for shape in device.bound["mask"]}
     assert len(widths) > 1 if precision == "fp16" else widths == {256 + 128}
-    kernels = {settings.get("sdpa_kernel") for settings in device.settings}
-    assert ("16" in kernels) == (precision == "fp32"), "see CUDA_SETTINGS"
     if cuda_graphs:
-        assert device.num_replayed > device.num_captured > 0
+        assert device.counts["replayed"] > device.counts["captured"] > 0
     else:
-        assert device.num_replayed == device.num_captured == 0
+        assert device.counts["replayed"] == device.counts["captured"] == 0
 
 
 def test_a_bundle_for_cuda_runs_on_the_cpu(folders: dict[str, Path], workshop: Workshop) -> None:
@@ -126,7 +116,7 @@ def test_a_bundle_for_cuda_runs_on_the_cpu(folders: dict[str, Path], workshop: W
 
 
 def test_near_ties_are_redone_on_the_device(
-    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], device: HostCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strict decoding looks at the rows, whatever the graph found."""
     monkeypatch.setitem(STRICT_GAPS, "fp32", 0.05)
@@ -141,149 +131,70 @@ def test_near_ties_are_redone_on_the_device(
 # ---- what crosses to the host ----
 
 
-def test_greedy_decoding_fetches_only_ids(folders: dict[str, Path], device: fake.Device) -> None:
-    engine = load(folders["fp16"], drafter="none")
-    before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS)
-    assert device.bytes_to_host - before == 8 * len(result.token_ids)
-    backend: Any = engine.target.lend()[0]
-    assert backend.bytes_to_host == device.bytes_to_host
-
-
-def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
-    folders: dict[str, Path], device: fake.Device
+def test_feeds_are_not_written_again_while_they_are_being_read(
+    folders: dict[str, Path], device: HostCuda
 ) -> None:
-    backend, cache = open_target(folders["fp16"])
-    feeds = step_feeds(cache, [5, 6, 7], [0, 0, 1])
-    for _ in range(5):  # until it is captured
-        expected = backend.run(feeds, ["logits"])["logits"]
-    before = device.num_to_device
-    for _ in range(3):
-        assert np.array_equal(backend.run(feeds, ["logits"])["logits"], expected)
-    assert device.num_to_device == before + 3
-    assert len(device.shapes[-1]) > 6
-
-
-def test_the_host_waits_only_for_what_it_reads(
-    folders: dict[str, Path], device: fake.Device
-) -> None:
-    """It also waits before it writes memory again that is still being read."""
+    """Runs whose results nobody reads are not waited for, but before their feeds change."""
     rng = np.random.default_rng(3)
     chunks = [rng.integers(2, 90, 4).tolist() for _ in range(4)]
     logits = []
     for cuda_graphs in (True, False):
         backend, cache = open_target(folders["fp16"], cuda_graphs=cuda_graphs)
-        before = device.num_waits, device.num_captured
         for tokens in chunks:
             backend.run(step_feeds(cache, tokens, [0, 0, 1, 2]), [])
+            assert device.is_busy
             cache.commit(range(4))
             if not cuda_graphs:
                 backend.copies.settle()
-        # before feeds are written again that may still be on their way, and to capture
-        assert device.num_waits - before[0] >= len(chunks) - 1
         logits.append(backend.run(step_feeds(cache, [7], [0]), ["logits"])["logits"].copy())
     assert np.array_equal(logits[0], logits[1])
-
-    engine = load(folders["fp16"], drafter="hydra")
-    engine.generate(PROMPTS[0], **OPTIONS)
-    engine.generate(PROMPTS[0], **OPTIONS)  # captures the repeated shapes
-    before = device.num_waits, device.num_to_device
-    result = engine.generate(PROMPTS[0], **OPTIONS)
-    waits, runs = device.num_waits - before[0], device.num_to_device - before[1]
-    assert runs - waits > result.stats.steps / 2, "the start graph's runs are not waited for"
-
-
-def test_sampling_fetches_the_rows_it_visits(
-    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load(folders["fp16"], drafter="none")
-    row = 4 * engine.target.vocab_size
-    for sampling in ({"logprobs": 2}, {"logit_bias": {7: 1.0}}):
-        before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS, **sampling)
-        assert device.bytes_to_host - before == (8 + row) * len(result.token_ids), sampling
-
-
-def test_the_largest_logits_are_found_only_for_requests_that_sample(
-    folders: dict[str, Path], device: fake.Device
-) -> None:
-    """Their graph is opened by the first of them, and captured too; it reads the logits in place.
-
-    Both kinds of request replay the same graphs of the target.
-    """
-    engine = load(folders["fp16"], drafter="none")
-    greedy = OPTIONS | {"reuse": False}
-    sampled = greedy | {"temperature": 1.0, "seed": 3, "top_k": 3}
-    for _ in range(3):
-        engine.generate(PROMPTS[0], **greedy)
-    assert len(device.settings) == 1
-    assert not any("logits" in shapes for shapes in device.shapes)
-    before = device.num_captured
-    for _ in range(3):
-        engine.generate(PROMPTS[0], **sampled)
-    target, sampling = device.settings
-    assert sampling.get("user_compute_stream") == target.get("user_compute_stream")
-    assert device.num_captured == 2 * before == 4, "not one for the prompt and one for the steps"
-    counts = device.num_captured, device.num_to_device, device.num_replayed
-    result = engine.generate(PROMPTS[0], **sampled)
-    steps = len(result.token_ids)
-    assert device.num_captured == counts[0]
-    assert device.num_to_device == counts[1] + steps, "the logits were copied"
-    assert device.num_replayed == counts[2] + 2 * steps
 
 
 @pytest.mark.parametrize("num_top", [4, 64])
 def test_draws_mostly_fetch_the_largest_logits(
     workshop: Workshop,
-    device: fake.Device,
+    device: HostCuda,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     num_top: int,
 ) -> None:
     """Where those do not settle a draw, the whole row is fetched; tokens are the same."""
     from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
 
-    monkeypatch.setattr(
-        make_bundle, "sampling_graph", partial(make_bundle.sampling_graph, most=num_top)
-    )
-    folder = make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
-        )
-    )
+    sampling_graph = partial(make_bundle.sampling_graph, most=num_top)
+    monkeypatch.setattr(make_bundle, "sampling_graph", sampling_graph)
+    folder = workshop.build(tmp_path / "bundle", precision="fp16", device="cuda")
     engine, expected = load(folder, drafter="none"), on_cpu(folder, drafter="none")
     num_rows = num_tokens = 0
     for seed in range(4):
         for sampling in ({}, {"top_k": 3}, {"temperature": 0.3, "top_p": 0.5}):
             options = OPTIONS | {"temperature": 1.0, "seed": seed} | sampling
-            before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **options)
+            before, result = device.counts["bytes down"], engine.generate(PROMPTS[0], **options)
             assert result.token_ids == expected.generate(PROMPTS[0], **options).token_ids
             tokens = len(result.token_ids)
-            rows = device.bytes_to_host - before - (12 * num_top + 4) * tokens
+            rows = device.counts["bytes down"] - before - (12 * num_top + 4) * tokens
             assert rows % (4 * engine.target.vocab_size) == 0
             num_rows += rows // (4 * engine.target.vocab_size)
             num_tokens += tokens
     assert 0 < num_rows < num_tokens
 
 
-def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fake.Device) -> None:
+def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: HostCuda) -> None:
     tree = TokenTree(np.array([5, 6, 7, 8]), np.array([0, 0, 0, 1]))
     info = bundles.read(folders["fp16"]).manifest.target
     verified = []
     for how in ("onnxruntime", "cuda"):
-        with pytest.MonkeyPatch.context() as patch:
-            if how == "onnxruntime":
-                patch.setattr(session, "ort", onnxruntime)
-            backend, cache = open_target(folders["fp16"], how)
+        backend, cache = open_target(folders["fp16"], how)
         target = Target(backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length)
         target.prefill([2, 3, 4])
         verified.append(target.verify(tree))
     right, got = verified
-    before = device.bytes_to_host
+    before = device.counts["bytes down"]
     assert np.array_equal(got.row(2), right.row(2))
     assert np.array_equal(got.row(2), right.row(2))
-    assert device.bytes_to_host - before == 4 * info.dims.vocab_size, "once"
+    assert device.counts["bytes down"] - before == 4 * info.dims.vocab_size, "once"
     assert got.argmax_N.tolist() == right.argmax_N.tolist()
-    assert device.bytes_to_host - before == 4 * info.dims.vocab_size, "the ids were there"
+    assert device.counts["bytes down"] - before == 4 * info.dims.vocab_size, "the ids were there"
     assert [got.best(node) for node in range(4)] == right.argmax_N.tolist()
     assert right.best(0) is None
     target.verify(tree)
@@ -292,22 +203,22 @@ def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fa
 
 
 def test_a_bundle_not_built_for_cuda_has_its_logits_read(
-    workshop: Workshop, device: fake.Device
+    workshop: Workshop, device: HostCuda
 ) -> None:
     """A bundle in fp16, without a drafter in float32, runs and fetches rows."""
     folder = workshop.bundle("parallelspec", "fp16")
     expected = on_cpu(folder, drafter="none").generate(PROMPTS[1], **OPTIONS)
     engine = load(folder, drafter="none")
-    before, result = device.bytes_to_host, engine.generate(PROMPTS[1], **OPTIONS)
+    before, result = device.counts["bytes down"], engine.generate(PROMPTS[1], **OPTIONS)
     assert result.token_ids == expected.token_ids
     row = 4 * engine.target.vocab_size
-    assert device.bytes_to_host - before == row * len(result.token_ids)
+    assert device.counts["bytes down"] - before == row * len(result.token_ids)
     tree = TokenTree.chain([4, 5])
     assert engine.target.verify(tree).argmax_N.shape == (2,)
 
 
 def test_logits_that_are_not_finite_are_an_error(
-    folders: dict[str, Path], device: fake.Device
+    folders: dict[str, Path], device: HostCuda
 ) -> None:
     engine = load(folders["fp16"], drafter="none")
     backend: Any = engine.target.lend()[0]
@@ -331,34 +242,22 @@ class Watched(ProposerWrapper):
         return tree
 
 
-def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
-    return model
-
-
 @pytest.fixture(scope="module")
 def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a bundle for CUDA whose features and states go by the host."""
     from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("keep_target", "keep_drafter"):
-            patch.setattr(make_bundle, name, keep_nothing)
-        return make_bundle.build(
-            BuildOptions(
-                str(workshop.llama()),
-                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-                device="cuda",
-                out=tmp_path_factory.mktemp("cuda") / "without",
-            )
-        )
+            patch.setattr(make_bundle, name, lambda model, *rest, **named: model)
+        return workshop.build(tmp_path_factory.mktemp("without") / "b", *DRAFTERS, device="cuda")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_features_and_states_stay_on_the_device(
     folders: dict[str, Path],
     without_banks: Path,
-    device: fake.Device,
+    device: HostCuda,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
@@ -393,24 +292,9 @@ def test_features_and_states_stay_on_the_device(
 # ---- CUDA graphs ----
 
 
-def test_a_repeated_shape_is_captured_then_replayed(
-    folders: dict[str, Path], device: fake.Device
-) -> None:
-    backend, cache = open_target(folders["fp32"])
-    counts = []
-    for tokens in ([5], [6], [7], [8, 9], [10], [11], [12, 13], [1], [2]):
-        backend.run(step_feeds(cache, tokens, [0] * len(tokens)), ["logits"])
-        cache.commit([0])
-        counts.append((device.num_eager, device.num_captured, device.num_replayed))
-    assert counts == [
-        *[(1, 0, 0), (1, 1, 0), (1, 1, 1), (2, 1, 1)],
-        *[(2, 1, 2), (2, 1, 3), (2, 2, 3), (2, 2, 4), (2, 2, 5)],
-    ]
-
-
 @pytest.mark.parametrize("precision", BUILDS)
 def test_a_capture_leaves_all_rows_as_they_are(
-    folders: dict[str, Path], device: fake.Device, precision: str
+    folders: dict[str, Path], device: HostCuda, precision: str
 ) -> None:
     """ONNX Runtime runs the graph three times then, and padding rows must not be anything new."""
     captured = open_target(folders[precision])
@@ -431,23 +315,23 @@ def test_a_capture_leaves_all_rows_as_they_are(
             n = captured[1].length - len(path) + len(tokens)
             used = np.s_[:, :, :n] if name.startswith("kv.") else np.s_[:n]
             assert np.array_equal(value.numpy()[used], rows[used]), name
-    assert device.num_captured > 0
+    assert device.counts["captured"] > 0
 
 
 def test_few_shapes_are_captured_however_wide_the_trees_are(
-    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], device: HostCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So most runs are replays, in the same number of steps."""
     replayed = []
     for widths in (pad_rows.WIDTHS, tuple(range(1, 65))):
         monkeypatch.setattr(pad_rows, "WIDTHS", widths)
-        device.shapes.clear()
-        before = device.num_replayed, device.num_eager
+        device.bound.clear()
+        device.counts.clear()
         engine = load(folders["fp16"], drafter="eagle")
         results = [engine.generate(prompt, **OPTIONS) for prompt in PROMPTS]
-        replays, eager = device.num_replayed - before[0], device.num_eager - before[1]
+        replays, eager = device.counts["replayed"], device.counts["eager"]
         replayed.append(replays / (replays + eager))
-        rows = {shapes["input_ids"][1] for shapes in device.shapes}
+        rows = {shape[1] for shape in device.bound["input_ids"]}
         assert {n for n in rows if n <= 64} <= set(widths)
         replayed.append(sum(result.stats.steps for result in results))
     few, steps, many, same_steps = replayed
@@ -455,53 +339,10 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
     assert 1 - few < 0.6 * (1 - many), "not fewer eager runs"
 
 
-def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
-    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_runs, "MAX_CAPTURED_ROWS", 4)
-    monkeypatch.setattr(graph_cache, "MAX_RUNS", 2)
-    monkeypatch.setattr(pad_rows, "WIDTHS", (1, 2, 3, 4))
-    backend, cache = open_target(folders["fp16"])
-    counts = []
-    for width in (5, 1, 2, 3):
-        for _ in range(3):
-            backend.run(step_feeds(cache, [5] * width, [0] * width), ["logits"])
-        counts.append((device.num_captured, device.num_replayed))
-    assert counts == [(0, 0), (1, 1), (2, 2), (2, 2)]
-
-
-def test_every_thread_captures_its_own(folders: dict[str, Path], device: fake.Device) -> None:
-    backend, cache = open_target(folders["fp16"])
-    feeds, results = step_feeds(cache, [5, 6], [0, 0]), []
-
-    def run() -> None:
-        for _ in range(4):
-            results.append(backend.run(feeds, ["logits"])["logits"])
-
-    for _ in range(2):
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert (device.num_eager, device.num_captured) == (2, 2)
-    assert all(np.array_equal(result, results[0]) for result in results)
-
-
-def test_a_session_that_takes_no_graphs_runs_without(
-    folders: dict[str, Path], device: fake.Device, caplog: pytest.LogCaptureFixture
-) -> None:
-    device.uncaptured = ("target.onnx",)
-    with caplog.at_level(logging.WARNING, "spec_runtime"):
-        engine = load(folders["fp16"], drafter="none")
-    assert "runs without CUDA graphs" in caplog.text
-    assert "cannot use the graph capture feature" in caplog.text
-    assert engine.generate(PROMPTS[0], **OPTIONS).token_ids
-    assert device.num_captured == 0 < device.num_eager
-
-
 # ---- masks no wider than they need be ----
 
 
-def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: fake.Device) -> None:
+def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: HostCuda) -> None:
     widths = [shapes.mask_width(n, 2176) for n in (1, 256, 257, 512, 513, 2048, 2049, 2176)]
     assert widths == [256, 256, 512, 512, 1024, 2048, 2176, 2176]
     assert shapes.mask_width(7, 100) == 100
@@ -510,7 +351,7 @@ def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: f
         backend.run(step_feeds(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
         cache.commit(range(length))
     backend.copies.settle()
-    assert [shapes["mask"][3] for shapes in device.shapes] == [256, 256, 256, 384]
+    assert [shape[3] for shape in device.bound["mask"]] == [256, 256, 256, 384]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
@@ -642,72 +483,3 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     value = CpuBackend(tmp_path / "g.onnx", graph, 5, 1).buffers["kv.0.k"]
     assert (value.data_type(), value.shape()) == ("tensor(bfloat16)", [1, 1, 5, 3])
     assert ctypes.string_at(value.data_ptr(), 30) == bytes(30)
-
-
-def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> None:
-    """Makes the real calls that fetch one row, on the CPU."""
-    onnx.save(model_of(NEGATED), tmp_path / "g.onnx")
-    x, logits = (TensorSpec(name, "float32", ("M", 4)) for name in ("x", "logits"))
-    graph = Graph("g.onnx", "stateless", (x,), (logits,))
-    session = CpuBackend(tmp_path / "g.onnx", graph, 1, 1).session
-    runs = device_runs.DeviceRuns(session, graph, 1, {}, Copies(), "cpu")
-    array = np.arange(16, dtype=np.float32).reshape(4, 4)
-    outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
-    rows = kept["logits"]
-    assert (outputs, rows.shape, len(rows)) == ({}, (4, 4), 4)
-    assert [rows[i].tolist() for i in (2, 0)] == [[-8, -9, -10, -11], [0, -1, -2, -3]]
-    assert runs.bytes_to_host == 2 * 16
-    assert np.array_equal(np.asarray(rows), -array)
-    assert runs.bytes_to_host == 2 * 16 + 64
-    assert np.array_equal(runs.run({"x": 2 * array}, ["logits"], [])[0]["logits"], -2 * array)
-    with pytest.raises(AssertionError, match="read after the backend's next run"):
-        rows[1]
-
-
-def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) -> None:
-    """Makes the real calls again. The graph gives x where c, else -x; c is 5 bytes long."""
-    inputs = "g (bool[M] c, float16[M] x) => (float16[M] y)"
-    session = session_of(model_of(inputs + "{ n = Neg(x) y = Where(c, x, n) }"))
-    c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    specs = [TensorSpec("c", "bool", ("M",)), TensorSpec("x", "float16", ("M",))]
-    packed = PackedFeeds(specs, {"M": 5}, Copies().host)
-    assert packed.first == {"c": 0, "x": ALIGNMENT}
-    binding = session.io_binding()
-    naming = NamingGraph("g.onnx")
-    bound = device_runs.BoundShape(session, binding, naming, Copies(), packed, {}, "cpu")
-    binding.bind_output("y", "cpu")
-    for sign in (1, -1):
-        packed.arrays["c"][...] = c_M
-        packed.arrays["x"][...] = sign * x_M
-        bound.upload.start()
-        bound.enqueue()
-        assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
-
-
-def test_the_fake_has_only_what_onnx_runtime_has() -> None:
-    for mine, real in (
-        (fake.OrtValue, onnxruntime.OrtValue),
-        (fake.IOBinding, onnxruntime.IOBinding),
-        (fake.InferenceSession, onnxruntime.InferenceSession),
-    ):
-        own = {"on_host", "signature", "takes_graphs"}
-        names = [n for n, v in vars(mine).items() if not n.startswith("_") and n not in own]
-        assert len(names) >= 4
-        assert [name for name in names if not hasattr(real, name)] == []
-    module, _ = fake.module()
-    assert [name for name in vars(module) if not hasattr(onnxruntime, name)] == []
-
-
-def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
-    folders: dict[str, Path], device: fake.Device
-) -> None:
-    """See CUDA_SETTINGS; other graphs leave the choice to ONNX Runtime."""
-    open_target(folders["fp16"])
-    open_target(folders["fp32"], cuda_graphs=False)
-    for settings in device.settings:
-        assert settings.pop("user_compute_stream")
-        assert settings.pop("use_tf32") == "0"
-    assert device.settings == [
-        {"enable_cuda_graph": "1"},
-        {"enable_cuda_graph": "0", "sdpa_kernel": "16"},
-    ]

@@ -1,7 +1,7 @@
-"""Tests the TensorRT backend: its decisions, the order of its calls, its one-line refusals.
+"""Tests the TensorRT backend: its decisions, what it generates and copies, its one-line refusals.
 
-The calls run against tests/fake_tensorrt.py, which computes with ONNX Runtime and raises where the
-real ones would refuse; tests that execute a plan need a GPU.
+Plans run only on a GPU. Elsewhere tests/host_tensorrt.py takes their place, which computes with
+ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_tensorrt as fake
+import host_tensorrt as host
 import numpy as np
 import pytest
-from fake_tensorrt import step_feeds
+from host_cuda import CAPABILITY, HostCuda, step_feeds, view
 from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import cli
 from spec_runtime.backends import BACKENDS, Runtime, open_graph
-from spec_runtime.backends.cuda import graph_cache
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.layout import Layout
 from spec_runtime.backends.shapes import axis_sizes, num_bytes, shape_of
@@ -139,58 +138,47 @@ def test_manifests_without_plans_are_as_before() -> None:
     assert from_mapping(Graph, json.loads(json.dumps(to_json(graph))), "graph") == graph
 
 
-# ---- running, over the fakes ----
+# ---- running ----
 
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a float32 bundle for TensorRT, whose plans are a few bytes."""
-    from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
-    from spec_export.graphs import tensorrt as tensorrt_build
+    from spec_export.graphs import tensorrt as build
 
+    out = tmp_path_factory.mktemp("tensorrt") / "bundle"
+    options: Any = {"backend": "tensorrt", "compute_capabilities": [CAPABILITY]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorrt_build, "import_tensorrt", fake.tensorrt)
-        patch.setattr(tensorrt_build, "build_plan", lambda *_: b"a plan")
-        return make_bundle.build(
-            BuildOptions(
-                str(workshop.llama()),
-                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-                out=tmp_path_factory.mktemp("tensorrt") / "bundle",
-                backend="tensorrt",
-                compute_capabilities=[fake.CAPABILITY],
-            )
-        )
+        patch.setattr(build, "import_tensorrt", host.tensorrt)
+        patch.setattr(build, "build_plan", lambda *_: b"a plan")
+        return workshop.build(out, *DRAFTERS, **options)
 
 
 @pytest.fixture
-def runtime(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fake.Runtime]:
-    """Puts a fake of CUDA's runtime under every backend that is opened, and returns it."""
+def runtime(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCuda]:
+    """Puts the host under every backend that is opened; no memory is left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cuda, runtime = fake.cuda()
+    cuda, runtime = host.cuda()
     manifest = bundles.read(folder).manifest
     graphs = [*manifest.graphs.values()]
     graphs += [graph for info in manifest.drafters for graph in info.graphs.values()]
     by_file = {graph.plans[0].file: graph for graph in graphs}
 
-    def deserialise(trt: TensorRT, path: Path) -> fake.Engine:
+    def deserialise(trt: TensorRT, path: Path) -> host.Engine:
         assert path.read_bytes() == b"a plan"
         graph = by_file[path.relative_to(folder).as_posix()]
-        return fake.Engine(folder / graph.file, graph, graph.plans[0], runtime)
+        return host.Engine(folder / graph.file, graph, runtime)
 
-    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
+    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: host.tensorrt())
     monkeypatch.setattr(backend, "open_cuda", lambda: cuda)
     monkeypatch.setattr(backend, "_deserialise", deserialise)
     yield runtime
     gc.collect()
-    assert not runtime.device, "device memory is left"
-    assert not runtime.host, "pinned memory is left"
-    assert not runtime.executables, "CUDA graphs are left"
+    assert not runtime.memory, "memory is left"
+    assert not runtime.graphs, "CUDA graphs are left"
 
 
-def open_target(folder: Path) -> tuple[TensorRTBackend, Graph, fake.Engine]:
+def open_target(folder: Path) -> tuple[TensorRTBackend, Graph, host.Engine]:
     opened = bundles.read(folder)
     graph = opened.manifest.graphs["target"]
     capacity = opened.manifest.target.max_length + 128
@@ -211,7 +199,7 @@ def run_rows(target: TensorRTBackend, *widths: int) -> Iterator[None]:
 @pytest.mark.parametrize("name", [*DRAFTERS, "none"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_it_generates_what_onnx_runtime_generates(
-    folder: Path, runtime: fake.Runtime, name: str, cuda_graphs: bool
+    folder: Path, runtime: HostCuda, name: str, cuda_graphs: bool
 ) -> None:
     """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
     lookup = None if name == "none" else False
@@ -224,67 +212,50 @@ def test_it_generates_what_onnx_runtime_generates(
         result = engine.generate(prompt, max_new_tokens=40, ignore_eos=True)
         assert result.token_ids == right.token_ids
         assert result.stats.steps == right.stats.steps
-    assert runtime.num_enqueued > 0
-    if cuda_graphs:
-        assert runtime.num_launched >= runtime.num_captured > 0
-    else:
-        assert runtime.num_launched == runtime.num_captured == 0
+    counts = runtime.counts
+    assert counts["enqueued"] > 0
+    assert (counts["launched"] >= counts["captured"] > 0) == cuda_graphs
 
 
-def test_a_shape_is_enqueued_then_captured_then_replayed(
-    folder: Path, runtime: fake.Runtime
-) -> None:
+def test_a_shape_is_enqueued_then_captured_then_replayed(folder: Path, runtime: HostCuda) -> None:
     target, _, _ = open_target(folder)
+    kinds = ("enqueued", "captured", "launched")
     counts = [
-        (runtime.num_enqueued, runtime.num_captured, runtime.num_launched)
-        for _ in run_rows(target, 1, 1, 1, 2, 1, 2, 2)
+        tuple(runtime.counts[kind] for kind in kinds) for _ in run_rows(target, 1, 1, 1, 2, 1, 2, 2)
     ]
     assert counts == [(1, 0, 0), (1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 1, 3), (2, 2, 4), (2, 2, 5)]
 
 
-def test_what_cannot_be_captured_is_enqueued(folder: Path, runtime: fake.Runtime) -> None:
+def test_what_cannot_be_captured_is_enqueued(folder: Path, runtime: HostCuda) -> None:
     target, _, engine = open_target(folder)
     engine.is_capturable = False
-    assert len([*run_rows(target, 1, 1, 1)]) == runtime.num_enqueued == 3
-    assert runtime.num_captured == 0
+    assert len([*run_rows(target, 1, 1, 1)]) == runtime.counts["enqueued"] == 3
+    assert runtime.counts["captured"] == 0
 
 
-def test_shapes_long_unused_give_up_their_contexts(
-    folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_cache, "MAX_RUNS", 2)
-    target, _, _ = open_target(folder)
-    for _ in run_rows(target, 1, 1, 3, 4, 5, 8, 1):  # filled up to 1, 4 and 8
-        pass
-    assert len(runtime.executables) == 1  # of width 8: that of 1 is new again
-    assert (runtime.num_enqueued, runtime.num_captured) == (4, 3)
-
-
-def test_a_step_writes_its_kv_in_place_and_nothing_else(
-    folder: Path, runtime: fake.Runtime
-) -> None:
+def test_a_step_writes_its_kv_in_place_and_nothing_else(folder: Path, runtime: HostCuda) -> None:
     """The buffers are zero at first, although the memory was full of junk."""
     target, graph, _ = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
     spec = next(spec for spec in graph.inputs if spec.name == "kv.1.v")
     address = target._buffers["kv.1.v"]
     shape = tuple(int(size) for size in spec.shape)
-    runtime.cudaStreamSynchronize(fake.STREAM)
-    assert not fake.view(address, shape, spec.dtype).any()
+    target._cuda.wait()
+    assert not view(address, shape, spec.dtype).any()
     target.run(step_feeds(cache, [5, 6, 7, 8], [0, 0, 1, 1]), ["logits"])
-    rows = fake.view(address, shape, spec.dtype)[0, 0]
+    rows = view(address, shape, spec.dtype)[0, 0]
     assert np.flatnonzero(rows.any(axis=1)).tolist() == [0, 1, 2, 3]
     assert target._buffers["kv.1.v.out"] == address
 
 
-def test_too_wide_a_step_says_so(folder: Path, runtime: fake.Runtime) -> None:
+def test_too_wide_a_step_says_so(folder: Path, runtime: HostCuda) -> None:
     target, _, _ = open_target(folder)
     with pytest.raises(ValueError, match=r"got rows .*'M': 200.* the plan was built for"):
         next(run_rows(target, 200))
 
 
 def test_an_engine_that_is_not_the_manifests_is_refused(
-    folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
+    folder: Path, runtime: HostCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for method, got, message in (
         ("get_aliased_input_tensor", None, r"input of kv\.0\.k\.out: got None"),
@@ -295,7 +266,7 @@ def test_an_engine_that_is_not_the_manifests_is_refused(
         ("get_tensor_profile_shape", [(1, 1)] * 3, "profile 0 of input_ids: got"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(fake.Engine, method, lambda *_, got=got: got)
+            patch.setattr(host.Engine, method, lambda *_, got=got: got)
             with pytest.raises(ValueError, match=message):
                 open_target(folder)
     opened = bundles.read(folder)
@@ -318,19 +289,19 @@ def test_arrays_lie_side_by_side() -> None:
 
 
 def test_a_greedy_run_sends_one_piece_and_fetches_eight_bytes_a_node(
-    folder: Path, runtime: fake.Runtime
+    folder: Path, runtime: HostCuda
 ) -> None:
     engine = spec_runtime.load(folder, "none", backend="tensorrt")
     result = engine.generate(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
-    num_runs = runtime.num_enqueued + runtime.num_launched
-    assert runtime.num_to_device == runtime.num_to_host == num_runs == len(result.token_ids)
-    assert runtime.bytes_to_host == 8 * len(result.token_ids)
+    counts = runtime.counts
+    num_runs = counts["enqueued"] + counts["launched"]
+    assert counts["up"] == counts["down"] == num_runs == len(result.token_ids)
     backend: Any = engine.target.lend()[0]
-    assert backend.bytes_to_host == runtime.bytes_to_host
+    assert backend.bytes_to_host == counts["bytes down"] == 8 * len(result.token_ids)
 
 
 def test_results_that_lie_side_by_side_come_back_with_one_copy(
-    folder: Path, runtime: fake.Runtime
+    folder: Path, runtime: HostCuda
 ) -> None:
     target, graph, engine = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
@@ -340,16 +311,16 @@ def test_results_that_lie_side_by_side_come_back_with_one_copy(
     zeros = {spec.name: np.zeros(shape_of(spec, {}), spec.dtype) for spec in caches}
     right = dict(zip(names, engine.session.run(names, feeds | zeros), strict=True))
     for wanted in ([ARGMAX, "features"], ["logits"], names):
-        before = runtime.num_to_host
+        before = runtime.counts["down"]
         results = target.run(feeds, wanted)
         assert list(results) == wanted
         for name in wanted:
             assert np.abs(results[name] - right[name]).max() <= 1e-5, name
         if "logits" not in wanted:
-            assert runtime.num_to_host == before + 1
+            assert runtime.counts["down"] == before + 1
 
 
-def test_sampling_fetches_the_rows_it_visits(folder: Path, runtime: fake.Runtime) -> None:
+def test_sampling_fetches_the_rows_it_visits(folder: Path, runtime: HostCuda) -> None:
     engine = spec_runtime.load(folder, "none", backend="tensorrt")
     expected = spec_runtime.load(folder, "none", threads=1)
     options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
@@ -357,11 +328,11 @@ def test_sampling_fetches_the_rows_it_visits(folder: Path, runtime: fake.Runtime
     result = engine.generate(PROMPTS[0], **options)
     assert result.token_ids == expected.generate(PROMPTS[0], **options).token_ids
     row = 4 * engine.target.vocab_size
-    assert runtime.bytes_to_host == (8 + row) * len(result.token_ids)
+    assert runtime.counts["bytes down"] == (8 + row) * len(result.token_ids)
 
 
 def test_a_target_without_its_argmax_is_read_as_before(
-    folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
+    folder: Path, runtime: HostCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bundles of older versions have no such output."""
     options: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True}
@@ -386,25 +357,25 @@ def run_three_shapes(folder: Path) -> None:
 
 
 def test_kernels_are_compiled_once_for_all_processes(
-    folder: Path, runtime: fake.Runtime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, runtime: HostCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, graph, _ = open_target(folder)
     next(run_rows(target, 1))
     (path,) = kernel_files(tmp_path)
     key = graph.plans[0].key[:20]
-    assert path.name == f"{key}-tensorrt_rtx-{fake.VERSION}-NVIDIA-GeForce-RTX-4090.kernels"
+    assert path.name == f"{key}-tensorrt_rtx-{host.VERSION}-NVIDIA-GeForce-RTX-4090.kernels"
     after_first_use = path.read_bytes()
     for num_compiled in (2, 0):  # two shapes are new; in the second process none
-        before = runtime.num_compiled
+        before = runtime.counts["compiled"]
         run_three_shapes(folder)
-        assert runtime.num_compiled - before == num_compiled
+        assert runtime.counts["compiled"] - before == num_compiled
     assert len(path.read_bytes()) > len(after_first_use), "written at close"
     assert kernel_files(tmp_path) == [path]
     assert not caplog.messages
 
 
 def test_damaged_kernels_are_compiled_again(
-    folder: Path, runtime: fake.Runtime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, runtime: HostCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_three_shapes(folder)
     (path,) = kernel_files(tmp_path)
@@ -416,10 +387,10 @@ def test_damaged_kernels_are_compiled_again(
         (hashlib.sha256(other).digest() + other, "tensorrt_rtx does not take it"),
     ):
         path.write_bytes(content)
-        before = runtime.num_compiled
+        before = runtime.counts["compiled"]
         caplog.clear()
         run_three_shapes(folder)
-        assert runtime.num_compiled - before == 3
+        assert runtime.counts["compiled"] - before == 3
         assert path.read_bytes() == intact
         (message,) = caplog.messages
         assert message.startswith(f"{path} is ignored: {reason}")
@@ -434,7 +405,7 @@ def test_damaged_kernels_are_compiled_again(
 
 
 def test_kernels_need_no_cache_folder(
-    folder: Path, runtime: fake.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, runtime: HostCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_folder() -> Path:
         raise ValueError("got neither XDG_CACHE_HOME nor a home folder")
@@ -460,16 +431,16 @@ def test_other_gpus_and_plans_have_other_files(tmp_path: Path, monkeypatch: Any)
 
 
 def test_tensorrt_proper_has_no_kernels_to_compile(
-    folder: Path, runtime: fake.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, runtime: HostCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engines are not asked for what only TensorRT-RTX has."""
-    monkeypatch.delattr(fake.Engine, "create_runtime_config")
-    monkeypatch.delattr(fake.Context, "is_stream_capturable")
-    trt = fake.tensorrt()._replace(flavour="tensorrt", version=fake.VERSION)
+    monkeypatch.delattr(host.Engine, "create_runtime_config")
+    monkeypatch.delattr(host.Context, "is_stream_capturable")
+    trt = host.tensorrt()._replace(flavour="tensorrt", version=host.VERSION)
     monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: trt)
     monkeypatch.setattr(backend, "choose_plan", lambda plans, *_: plans[0])
     run_three_shapes(folder)
-    assert runtime.num_captured == 1
+    assert runtime.counts["captured"] == 1
     assert kernel_files(tmp_path) == []
 
 
@@ -508,14 +479,14 @@ def test_a_bundle_without_plans(workshop: Workshop, capsys: pytest.CaptureFixtur
             ("CUDA's Python bindings are not installed", "pip install cuda-bindings"),
         ),
         (
-            *("", lambda: fake.cuda(None)[0]),
+            *("", lambda: host.cuda(None)[0]),
             (
                 "got no CUDA device (CUDA driver version is insufficient), expected an NVIDIA GPU",
                 "or choose --backend onnxruntime",
             ),
         ),
         (
-            *("", lambda: fake.cuda("9.0")[0]),
+            *("", lambda: host.cuda("9.0")[0]),
             ("compute capability 9.0, the bundle has tensorrt_rtx 1.7.1.116 for 8.9",),
         ),
     ],
@@ -531,7 +502,7 @@ def test_what_the_machine_lacks_is_one_line(
     if module:
         monkeypatch.setitem(sys.modules, module, None)
     if open_cuda is not None:
-        monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
+        monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: host.tensorrt())
         monkeypatch.setattr(backend, "open_cuda", open_cuda)
     message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
     assert all(part in message for part in parts), message
@@ -544,7 +515,7 @@ def test_an_old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_tensorrt_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trt = fake.tensorrt()
+    trt = host.tensorrt()
     trt.logger.errors.append("wrong magic number")
     nothing = SimpleNamespace(deserialize_cuda_engine=lambda data: None)
     monkeypatch.setattr(backend, "_runtime", lambda trt: nothing)
@@ -558,15 +529,15 @@ def test_a_plan_tensorrt_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_real_cuda_has_the_names_we_use() -> None:
     runtime: Any = pytest.importorskip("cuda.bindings.runtime")
-    names = [name for name in dir(fake.Runtime) if name.startswith("cuda")]
+    names = [name for name in dir(HostCuda) if name.startswith("cuda")]
     assert len(names) > 15
     for name in names:
         assert hasattr(runtime, name), name
-        for member in vars(getattr(fake.Runtime, name, object())) if name[4] in "MD" else ():
+        for member in vars(getattr(HostCuda, name, object())) if name[4] in "MD" else ():
             if member.startswith("cuda"):
                 assert hasattr(getattr(runtime, name), member), member
     assert isinstance(runtime.cudaDeviceProp().name, bytes)
-    assert runtime.cudaStreamNonBlocking == fake.Runtime.cudaStreamNonBlocking
+    assert runtime.cudaStreamNonBlocking == HostCuda.cudaStreamNonBlocking
     assert runtime.cudaGetDeviceCount()[0] == 0 or "CUDA" in cuda_refusal()
 
 
@@ -574,10 +545,10 @@ def test_the_real_tensorrt_rtx_has_the_names_we_use() -> None:
     """The fakes have no names of their own but those of their attributes."""
     trt: Any = pytest.importorskip("tensorrt_rtx_bindings")
     for fake_type, real_type in (
-        (fake.Engine, trt.ICudaEngine),
-        (fake.Context, trt.IExecutionContext),
-        (fake.IRuntimeConfig, trt.IRuntimeConfig),
-        (fake.IRuntimeCache, trt.IRuntimeCache),
+        (host.Engine, trt.ICudaEngine),
+        (host.Context, trt.IExecutionContext),
+        (host.IRuntimeConfig, trt.IRuntimeConfig),
+        (host.IRuntimeCache, trt.IRuntimeCache),
     ):
         names = [name for name in vars(fake_type) if not name.startswith("_")]
         for name in {*names} - {"cache", "strategy"}:
@@ -589,7 +560,7 @@ def test_the_real_tensorrt_rtx_has_the_names_we_use() -> None:
     assert "(self: tensorrt_rtx_bindings.tensorrt_rtx.ICudaEngine, runtime_config: " in (
         trt.ICudaEngine.create_execution_context.__doc__
     )
-    for kind, members in vars(fake.tensorrt().module).items():
+    for kind, members in vars(host.tensorrt().module).items():
         for member in vars(members):
             if not member.startswith("_"):
                 assert hasattr(getattr(trt, kind), member), (kind, member)
@@ -612,17 +583,7 @@ def cuda_refusal() -> str:
 @pytest.mark.gpu
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
     """Compares float32 with ONNX Runtime on the CPU; only near ties may part the two."""
-    from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
-
-    folder = make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            out=tmp_path / "bundle",
-            backend="tensorrt",
-        )
-    )
+    folder = workshop.build(tmp_path / "bundle", *DRAFTERS, backend="tensorrt")
     for name in (*DRAFTERS, "none"):
         expected = spec_runtime.load(folder, name, threads=1)
         for cuda_graphs in (True, False):

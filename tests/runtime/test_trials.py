@@ -239,3 +239,32 @@ def test_a_process_that_died_while_it_waited_is_replaced(monkeypatch: pytest.Mon
         else:
             tokenizer.close()
             assert started[-1].returncode is not None
+
+
+def test_few_grammars_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that passed their trial are compiled again in this process, where nothing ends them."""
+    tokenizer = ByteTokenizer()
+    compiler: Any = tokenizer.open_compiler(258)
+    compiler.matcher(Grammar("regex", "a"))
+    library, now, most, lock = compiler._library, 0, 0, threading.Lock()
+    make, are_many = library.LLMatcher, threading.Event()
+
+    class Slow:
+        grammar_from_regex = staticmethod(make.grammar_from_regex)
+
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+            if now > TrialLimits().processes:
+                are_many.set()
+            are_many.wait(0.3)  # so that others come meanwhile
+            with lock:
+                now -= 1
+            return make(*arguments, **options)
+
+    monkeypatch.setattr(library, "LLMatcher", Slow)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda n: compiler.matcher(Grammar("regex", f"a{{{n}}}")), range(1, 7)))
+    assert most == TrialLimits().processes

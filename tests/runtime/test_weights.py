@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fake_ort_cuda as fake
-import fake_tensorrt
 import numpy as np
 import pytest
+from host_cuda import DEVICE, HostCuda
 
+from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.copies import StreamCopies
 from spec_runtime.backends.cuda.weights import DeviceWeights
 from spec_runtime.backends.layout import ALIGNMENT
@@ -50,18 +50,22 @@ def write_graph(path: Path, *weights: tuple[Any, ...]) -> Path:
 
 
 @pytest.fixture
-def copies(device: fake.Device) -> StreamCopies:
-    return fake.stream_copies(device)
+def copies(device: HostCuda) -> StreamCopies:
+    return StreamCopies(Cuda(device))
+
+
+def num_bytes(device: HostCuda) -> int:
+    return sum(len(block) for place, block in device.memory.values() if place == DEVICE)
 
 
 def test_graphs_that_name_the_same_bytes_share_them(
-    tmp_path: Path, device: fake.Device, copies: StreamCopies
+    tmp_path: Path, device: HostCuda, copies: StreamCopies
 ) -> None:
     first = DeviceWeights(write_graph(tmp_path / "a.onnx", TABLE, SCALE), "cuda", copies)
-    assert sum(map(len, device.blocks.values())) == 2 * ALIGNMENT
+    assert num_bytes(device) == 2 * ALIGNMENT
     renamed = ("draft.table", *TABLE[1:])
     second = DeviceWeights(write_graph(tmp_path / "b.onnx", renamed, OTHER), "cuda", copies)
-    assert sum(map(len, device.blocks.values())) == 3 * ALIGNMENT, "the table is there twice"
+    assert num_bytes(device) == 3 * ALIGNMENT, "the table is there twice"
     assert second.values["draft.table"].data_ptr() == first.values["table"].data_ptr()
     assert second.values["scale"].data_ptr() != first.values["scale"].data_ptr()
     del first
@@ -71,7 +75,7 @@ def test_graphs_that_name_the_same_bytes_share_them(
 
 
 def test_large_weights_are_sent_in_pieces(
-    tmp_path: Path, device: fake.Device, copies: StreamCopies, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: HostCuda, copies: StreamCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spec_runtime.backends.cuda.weights.STAGING_BYTES", 1000)
     whole = ("scale", FLOAT, (500, 2), 0, 4000)
@@ -80,10 +84,9 @@ def test_large_weights_are_sent_in_pieces(
 
 
 def test_a_gpu_without_room_is_one_line(
-    tmp_path: Path, device: fake.Device, copies: StreamCopies, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: HostCuda, copies: StreamCopies
 ) -> None:
-    full = lambda *arguments: (fake_tensorrt.INVALID, 0)  # noqa: E731
-    monkeypatch.setattr(type(device.runtime), "cudaMalloc", full)
+    device.is_full = True
     line = r"^got no room on the GPU for 0 MB of weights \(.+\): end other programs there"
     with pytest.raises(ValueError, match=line) as error:
         DeviceWeights(write_graph(tmp_path / "a.onnx", SCALE), "cuda", copies)
@@ -91,7 +94,7 @@ def test_a_gpu_without_room_is_one_line(
 
 
 def test_a_file_that_was_written_anew_is_read_anew(
-    tmp_path: Path, device: fake.Device, copies: StreamCopies
+    tmp_path: Path, device: HostCuda, copies: StreamCopies
 ) -> None:
     path = write_graph(tmp_path / "a.onnx", SCALE)
     old = DeviceWeights(path, "cuda", copies)

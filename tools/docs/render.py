@@ -4,9 +4,9 @@
 
 A marker `<!-- figures: NAME [ARGUMENT] -->` stands for one of the tables of tables.toml, such as
 `sweep int8`, or for `source FILE`, the line under it. In README.md the table is kept, as a block
-that ends with `<!-- /figures -->`; the command renders it anew. In a page of docs/ the marker stands
-alone, and hooks.py puts the table there. Figures are never typed by hand. With --check nothing is
-written: the exit code is 1 if a block is not what its JSON says.
+that ends with `<!-- /figures -->`; the command renders it anew. In a page of docs/ there is only
+the marker, and hooks.py puts the table there. Figures are never typed by hand. With --check nothing
+is written: the exit code is 1 if a block is not what its JSON says.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from spec_runtime.backends.session import (
 from spec_runtime.backends.shapes import is_cache, mask_width, require_feeds, shape_of
 from spec_runtime.bundle.manifest import LANE, LANE_ROWS, Graph
 
+CUDA = "cuda"
 MAX_PLANS = 1024  # a plan is small; there are several for each bound shape
 MAX_CAPTURED_ROWS = WIDTHS[-1]  # above, kernels take longer than their launches
 
@@ -72,7 +73,6 @@ class BoundShape(BoundRun):
         copies: Copies,
         feeds: PackedFeeds,
         outputs: dict[str, Any],
-        device: str,
     ) -> None:
         super().__init__(session, binding, naming, copies)
         self.feeds, self.outputs = feeds, outputs
@@ -80,7 +80,7 @@ class BoundShape(BoundRun):
         # By plan: writes its feeds, and brings its outputs to the host.
         self.parts: dict[RunPlan, tuple[PaddedRows, Download]] = {}
         self.downloads: dict[tuple[str, ...], Download] = {}  # those of `parts`, by outputs
-        value = empty_value(feeds.memory.shape, "uint8", device)
+        value = empty_value(feeds.memory.shape, "uint8", CUDA)
         self.upload = copies.upload(feeds.memory, value)
         base = value.data_ptr()
         for name, array in feeds.arrays.items():
@@ -88,7 +88,7 @@ class BoundShape(BoundRun):
                 binding.bind_cpu_input(name, array)
             else:
                 address = base + feeds.first[name]
-                binding.bind_input(name, device, 0, array.dtype, array.shape, address)
+                binding.bind_input(name, CUDA, 0, array.dtype, array.shape, address)
         for name, output in outputs.items():
             binding.bind_ortvalue_output(name, output)
 
@@ -112,11 +112,10 @@ class DeviceRuns:
         capacity: int,
         buffers: Mapping[str, Any],
         copies: Copies,
-        device: str = "cuda",
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
-        self.buffers, self._device = buffers, device
+        self.buffers = buffers
         self._naming = NamingGraph(graph.file)
         self._has_cuda_graphs = takes_cuda_graphs(session)
         self._inputs = [spec for spec in graph.inputs if not is_cache(spec)]
@@ -128,7 +127,7 @@ class DeviceRuns:
         self._copies = copies
         self._plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
         self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs, by_thread=True)
-        self._viewer = Viewer(device)
+        self._viewer = Viewer(CUDA)
 
     def run(
         self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
@@ -223,8 +222,7 @@ class DeviceRuns:
             self._naming,
             self._copies,
             PackedFeeds(self._inputs, plan.wider, self._copies.host),
-            {s.name: empty_value(shape_of(s, plan.wider), s.dtype, self._device) for s in specs},
-            self._device,
+            {s.name: empty_value(shape_of(s, plan.wider), s.dtype, CUDA) for s in specs},
         )
         rows = [
             size
