@@ -223,8 +223,8 @@ def _write_drafter(
 ) -> bundles.DrafterInfo:
     """Writes the graphs of one drafter and returns its manifest entry.
 
-    A drafter that runs the target's own layers, or is to be fused with it, lies beside the target
-    and shares its weights' file.
+    If a drafter runs the target's own layers, or will be fused with it, its graph is in the
+    target's folder and shares the target's file of weights.
     """
     options, module, name = writer.options, drafter.module, drafter.saved.name
     backbone, precision = models.backbone, options.precision_of(module)
@@ -242,7 +242,7 @@ def _write_drafter(
             config=drafter.runtime_config(),
             scratch=backbone.config.scratch,
         )
-        # Where it is to be fused it lies beside the target too: ONNX Runtime reads no weights
+        # A drafter that will be fused is in the target's folder too: ONNX Runtime reads no weights
         # outside of a graph's folder.
         is_beside = options.fuse and module.is_one_pass
         graphs = {

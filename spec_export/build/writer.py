@@ -75,8 +75,8 @@ class GraphWriter:
         return replace(graph, attention=self.attention) if has_cache else graph
 
     def write_lanes(self, graph: Graph, name: str = "target") -> dict[str, Graph]:
-        """Makes of a graph with a cache those for several lanes, and saves them beside it, without
-        weights of their own; returns them by their names in the manifest.
+        """Derives the graphs for several lanes from a graph with a cache, and saves them in its
+        folder without weights of their own. Returns them by their names in the manifest.
 
         There are none where the options ask for none, and where the graph cannot have them.
         """
@@ -94,7 +94,7 @@ class GraphWriter:
     def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
         """Makes the fused step of this drafter from the graphs written, and saves it.
 
-        The weights stay in the files of the target and of the drafter, which lies beside it.
+        The weights stay in the files of the target and the drafter, which are in one folder.
         """
         drafter, config = info.graphs["drafter"], info.config
         num_masks, base = config.get("num_masks", 0), config.get("mask_token_base", 0)

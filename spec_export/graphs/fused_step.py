@@ -75,7 +75,13 @@ def fuse(
     inputs = {str(value.name) for value in drafter.graph.inputs}
     outputs = {str(value.name): value for value in drafter.graph.outputs}
     extra = {name for name in inputs if not name.startswith(BUFFERS)} - {
-        *("input_ids", "features", "position_ids", "mask", "logit_rows", "slots", "seqlens_k"),
+        "input_ids",
+        "features",
+        "position_ids",
+        "mask",
+        "logit_rows",
+        "slots",
+        "seqlens_k",
         FEATURE_ROWS,
     }
     if extra or not {"guess_ids", "guess_log_probs"} <= set(outputs):
@@ -431,7 +437,7 @@ class _FusedGraph:
     ) -> ir.Value:
         """Returns the value under this name, after an Identity: it may be an output already.
 
-        Shape and type are those of `like`, if given.
+        The output has the shape and type of `like`, if that is given.
         """
         (result,) = self.outputs("Identity", value)
         result.name = name

@@ -1,7 +1,7 @@
 """Reads, writes and checks bundles: the manifest's dataclasses and the files that it names.
 
-A bundle is a folder with `manifest.json` beside graphs, tokenizer and provenance. Every mistake
-that a user can make with a bundle ends here as a `BundleError` of one line.
+A bundle is a folder with `manifest.json`, graphs, a tokenizer and provenance. Every mistake that a
+user can make with a bundle ends here as a `BundleError` of one line.
 """
 
 import dataclasses
@@ -26,8 +26,17 @@ MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
 ATTENTIONS = ("bias", "full_buffer")  # see Graph
 DTYPES = (
-    *("float32", "float16", "bfloat16"),
-    *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "int4",
+    "uint4",
+    "bool",
 )
 POSITION_CONVENTIONS = ("absolute",)
 FLAVOURS = ("tensorrt", "tensorrt_rtx")  # see Plan
@@ -205,7 +214,7 @@ class DrafterInfo:
     the `config`:
 
     - "features": the target's outputs, see FEATURES, that are side by side what the drafter reads
-      as features. Older bundles have "taps" instead, layers that are read beside "features";
+      as features. Older bundles have "taps" instead, layers that are read with "features";
 
     and of that of a drafter that guesses in one pass:
 
@@ -404,7 +413,7 @@ def num_lanes_of(graph: str) -> int | None:
 
 
 def draft_name(drafter: str, role: str) -> str:
-    """Names a drafter's graph in the names of those for several lanes."""
+    """Returns the drafter's part in the names of its graphs for several lanes."""
     return f"{drafter}-{role}"
 
 

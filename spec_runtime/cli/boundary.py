@@ -31,7 +31,7 @@ INTERRUPTED, TERMINATED, NO_READER = (
 )
 REFUSED = 2
 RESEND_SECONDS = 0.01
-MAX_LINE = 1200  # characters of an error, of which most quote less
+MAX_LINE = 1200  # characters of an error; most errors quote less
 
 # Names the extra of the distribution that brings a module which may be absent.
 EXTRAS = {
@@ -61,7 +61,7 @@ def end(command: Sequence[str], work: Callable[[], int]) -> NoReturn:
     """Runs `work` and raises SystemExit with the exit code that it returns.
 
     What ends in one line or none raises SystemExit as well: 2 for what the user can mend, 130 on
-    Ctrl-C, 143 on SIGTERM, 141 where nobody reads the output any more (`… | head`). Mistakes of
+    Ctrl-C, 143 on SIGTERM, 141 where the output's reader has left (`… | head`). Mistakes of
     ours are raised as they are, with a note that asks to report them; `command` is part of it.
     """
     _prepare_streams()

@@ -198,7 +198,7 @@ class LlguidanceMatcher:
         self._matcher, self._tokenizer = matcher, tokenizer
         self._eos, self._vocab_size = eos, vocab_size
         self._word_W = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
-        self._is_ended = False  # EOS was read, of which the library itself is not told
+        self._is_ended = False  # EOS was read; the library itself is not told of it
 
     def advance(self, token: int) -> bool:
         """See Matcher.advance."""

@@ -96,7 +96,7 @@ class ApiError(HTTPException):
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, so that nobody reads the answer."""
+    """The client has closed its connection, and will not read the answer."""
 
 
 def internal_error() -> ApiError:
@@ -230,7 +230,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Ends a request whose client left: nobody reads this response."""
+    """Ends a request whose client left, with a response that is never read."""
     request.scope["log"]["gone"] = True
     return Response(status_code=GONE)
 

@@ -1,4 +1,4 @@
-"""Describes Qwen1.5-MoE and Qwen2-MoE: experts beside a gated MLP that every row goes through."""
+"""Describes Qwen1.5-MoE and Qwen2-MoE: experts, and a gated MLP that every row goes through."""
 
 from __future__ import annotations
 
