@@ -164,6 +164,30 @@ def test_what_follows_the_end_of_an_answer_is_cut() -> None:
     assert until([1, 2], (8, 9)) == [1, 2]
 
 
+def test_the_quickstart_measures_prompts_in_turns(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch", reason="the extra `export` is not installed")
+    script = (ROOT / "tools/quickstart.sh").read_text(encoding="utf-8")
+    (program,) = re.findall(r"<<'PY'\n(.*?)^PY$", script, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "measured.py"
+    file.write_text(program)
+    monkeypatch.setattr(sys, "argv", [str(file), str(bundle)])
+    runpy.run_path(str(file), run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("median and range of 8 prompts, each answered without and with")
+    for line in shown[2:]:
+        median, least, greatest = map(float, re.findall(r"\d+\.\d\d", line))
+        assert least <= median <= greatest
+    words = [re.split(r"\s+\d", line)[0] for line in shown[2:]]
+    assert words == ["tokens/s without", "tokens/s with", "speed-up", "accepted length"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"\n{word}" in readme for word in (shown[1], *words)), "README shows such a run"
+
+
 def test_every_example_is_run_here_and_walked_through_on_the_page() -> None:
     page = (ROOT / "docs/embed.md").read_text(encoding="utf-8")
     own = Path(__file__).read_text(encoding="utf-8")
