@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
@@ -95,7 +96,7 @@ class ApiError(HTTPException):
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, so that nobody reads the answer."""
+    """The client has closed its connection, and will not read the answer."""
 
 
 def internal_error() -> ApiError:
@@ -199,10 +200,27 @@ async def _refused(request: Request, error: Exception) -> Response:
 def _reworded(request: Request, error: HTTPException) -> ApiError:
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
-        message, code = f"Invalid URL ({request.method} {request.url.path})", "unknown_url"
+        message = f"Invalid URL ({request.method} {request.url.path}){_meant(request)}"
+        code = "unknown_url"
     elif error.status_code == 400:  # bytes that are not UTF-8, numbers too long to be read
         message = "The body is not JSON in UTF-8."
     return ApiError(error.status_code, message, code=code, headers=error.headers)
+
+
+def _meant(request: Request) -> str:
+    """Returns what an error adds if the address is a known one but for a "/v1" before it."""
+    path = request.url.path
+    rest = path
+    while rest == "/v1" or rest.startswith("/v1/"):
+        rest = rest.removeprefix("/v1")
+    for known in (f"/v1{rest}", rest):
+        scope = {**request.scope, "path": known}
+        if known != path and any(
+            route.matches(scope)[0] is not Match.NONE for route in request.app.routes
+        ):
+            what = "misses /v1" if len(known) > len(path) else "has one /v1 too many"
+            return f": got an address that {what}, expected {known}; mend the client's base address"
+    return ""
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -212,7 +230,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Ends a request whose client left: nobody reads this response."""
+    """Ends a request whose client left, with a response that is never read."""
     request.scope["log"]["gone"] = True
     return Response(status_code=GONE)
 

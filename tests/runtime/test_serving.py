@@ -331,6 +331,31 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("path", "what", "expected"),
+    [
+        ("/chat/completions", "misses /v1", CHAT),
+        ("/messages", "misses /v1", "/v1/messages"),
+        ("/v1/v1/messages", "has one /v1 too many", "/v1/messages"),
+        ("/v1/v1/v1/chat/completions", "has one /v1 too many", CHAT),
+        ("/v1/tokenize", "has one /v1 too many", "/tokenize"),
+    ],
+)
+def test_a_base_address_with_too_few_or_too_many_versions_is_told_so(
+    client: Any, path: str, what: str, expected: str
+) -> None:
+    reply = client.post(path, json={})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+    message = reply.json()["error"]["message"]
+    assert f"got an address that {what}, expected {expected};" in message
+
+
+@pytest.mark.parametrize("path", ["/v1/v1", "/v1", "/v1nothing", "/nothing", "/v1/v1/nothing"])
+def test_an_address_that_is_none_by_any_base_is_only_refused(client: Any, path: str) -> None:
+    message = client.post(path, json={}).json()["error"]["message"]
+    assert message == f"Invalid URL (POST {path})"
+
+
 @pytest.mark.parametrize(("path", "body", "status", "param", "fragment"), REFUSED)
 @pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
 def test_what_is_refused_says_why(

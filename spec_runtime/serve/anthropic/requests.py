@@ -35,7 +35,7 @@ BLOCKS = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-MAX_STOPS = 64  # each of which is looked for after every token
+MAX_STOPS = 64  # each is looked for after every token
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's words for Anthropic's
 
 

@@ -68,8 +68,13 @@ OPENAIS: dict[str, Any] = {
 }
 # Those that have other names here, and those that OpenAI's clients have no use for.
 NOT_SERVED = (
-    *("max_new_tokens", "logprobs", "acceptance", "typical_epsilon", "typical_delta"),
-    *("draw_widths", "draw_with_replacement"),
+    "max_new_tokens",
+    "logprobs",
+    "acceptance",
+    "typical_epsilon",
+    "typical_delta",
+    "draw_widths",
+    "draw_with_replacement",
 )
 
 
