@@ -35,6 +35,7 @@ from spec_runtime.bundle.manifest import Bundle, Graph, lanes_name
 from spec_runtime.errors import UserError
 from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.options import CallOptions
+from spec_runtime.pace.row_budget import RowBudget
 from spec_runtime.sampling import token_logprob
 from spec_runtime.trees.tree import TokenTree
 
@@ -225,6 +226,23 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
         assert [found[n].token_ids for n in range(3)] == alone
         assert max(each.lanes for each in passes) == most
     batch.end_opening()
+
+
+def test_nodes_that_do_not_pay_are_cut_before_the_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowBudget, "sizes", lambda self, trees, *others: [1] * len(trees))
+    engine = spec_runtime.load(folder, "parallelspec", threads=1)
+    options: CallOptions = {"max_new_tokens": 12, "ignore_eos": True}
+    expected = [engine.generate(prompt, **options).token_ids for prompt in MANY[:NUM_LANES]]
+    batch, passes = Batch(engine, NUM_LANES), list[Pass]()
+    batch.on_pass = passes.append
+    calls = [engine.prepare(prompt, **options) for prompt in MANY[:NUM_LANES]]
+    results = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result}
+    assert [results[n].token_ids for n in range(NUM_LANES)] == expected
+    shared = [each for each in passes if each.lanes > 1]
+    assert sum(each.drafted for each in shared) > 0
+    assert {each.granted for each in shared} == {0}
 
 
 def test_a_graph_that_cannot_be_opened_fails_no_call(

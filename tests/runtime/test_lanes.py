@@ -161,6 +161,24 @@ def test_a_pass_is_run_below_few_generators(way: str, monkeypatch: pytest.Monkey
     assert numbers == {{"generate": 0, "session": 3}.get(way, 1)}
 
 
+def test_closing_an_engine_waits_for_no_batch_between_two_turns() -> None:
+    engine = toy_engine()
+    batch = Batch(engine, 2)
+    for number, prompt in enumerate(PROMPTS[:2]):
+        call = engine.prepare(prompt, max_new_tokens=30)
+        lane = batch.lane_for(call)
+        assert lane is not None
+        batch.begin(lane, number, call)
+    found = batch.turn()
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    found += batch.turn()
+    reasons = [chunk.result.finish_reason for _, chunk in found if chunk.result]  # type: ignore[union-attr]
+    assert (reasons, batch.num_active) == (["cancelled"] * 2, 0)
+
+
 # ------------------------------------------------------------------------------ who gets a lane
 
 
