@@ -1,6 +1,6 @@
 """Extracts fields from texts as JSON: no answer can be anything but an object of this schema.
 
-pip install 'specsplit[cpu,grammar]'
+pip install '.[cpu,grammar]'  # in a checkout
 python examples/json_extraction.py bundles/smollm2-135m-instruct "Ann Lee, 42, lives in Oslo."
 """
 

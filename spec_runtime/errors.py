@@ -1,4 +1,4 @@
-"""Defines the errors that whoever calls specsplit can mend; any other exception is a bug."""
+"""Defines the errors that a caller of specsplit can mend; any other exception is a bug."""
 
 from __future__ import annotations
 

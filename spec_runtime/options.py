@@ -58,8 +58,10 @@ ELSEWHERE = {
 
 
 def meant_by(name: str, known: Iterable[str]) -> str | None:
-    """Returns which of the known options a name stands for that is not one, None for none: by what
-    other libraries call it, or as it is spelt."""
+    """Returns the known option that an unknown name probably means, or None if there is none.
+
+    The name may be another library's word for the option, or a misspelling of it.
+    """
     known = list(known)
     if (meant := ELSEWHERE.get(name)) in known:
         return meant

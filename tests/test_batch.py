@@ -40,6 +40,7 @@ from spec_runtime.sampling import token_logprob
 from spec_runtime.trees.tree import TokenTree
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
+PROFILED = ("parallelspec", "eagle", "prompt_lookup")  # which pause, and have their trees cut
 SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 5}]
 # Drafters whose graphs take the rows of one conversation only.
 BY_THEMSELVES = ("medusa", "amphista", "dflash")
@@ -62,7 +63,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [*DRAFTERS, *(pytest.param(each, marks=pytest.mark.profiled) for each in PROFILED)]
+)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_each_answer_is_the_one_it_gets_by_itself(
     folder: Path, name: str, sampling: CallOptions

@@ -26,6 +26,7 @@ from spec_runtime.bundle import manifest as bundle
 from spec_runtime.cli import options, terminal
 from spec_runtime.errors import UserError
 from spec_runtime.files import machine
+from spec_runtime.files.installed import install
 from spec_runtime.files.machine import default_threads, warn_of_threads
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
@@ -115,7 +116,7 @@ def test_the_request_stands_under_the_traceback(folder: Path) -> None:
             ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime.capi"),
             2,
             "error: onnxruntime is not installed, which this command needs; "
-            "run pip install 'specsplit[cpu]'\n",
+            f"run {install('cpu')}\n",
         ),
         (KeyboardInterrupt(), 130, ""),
     ],

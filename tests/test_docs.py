@@ -42,13 +42,24 @@ def typed_numbers(text: str) -> list[str]:
     return [line for line in rest.splitlines() if line.startswith("|") and MEASURED.search(line)]
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=named)
-def test_figures_are_what_their_json_says(page: Path) -> None:
-    """Markers stand on lines of their own, and results hold no number typed by hand."""
-    text = page.read_text(encoding="utf-8")
+def test_the_readmes_figures_are_what_their_json_says() -> None:
+    text = README.read_text(encoding="utf-8")
     assert render.rendered(text) == text, "run python -m tools.docs.render"
     on_own_line = re.findall(r"^<!-- /?figures.*-->$", text, re.MULTILINE)
     assert text.count("<!-- figures: ") == text.count("<!-- /figures -->") == len(on_own_line) / 2
+    assert typed_numbers(text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_site_fills_in_every_table_of_a_page(page: Path) -> None:
+    """Markers stand on lines of their own, and results hold no number typed by hand."""
+    text = page.read_text(encoding="utf-8")
+    markers = len(render.MARKER.findall(text))
+    assert markers == text.count("figures: ")
+    assert "<!-- /figures -->" not in text
+    filled = render.filled(text)
+    assert filled.count("\n| --- |") >= len(re.findall(r"figures: (?!source)", text))
+    assert filled.count("\nMeasured: `") >= text.count("figures: source ")
     if page in RESULT_PAGES:
         assert typed_numbers(text) == []
 

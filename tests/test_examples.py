@@ -29,10 +29,15 @@ Run = Callable[..., tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose target writes letters, with room for more of them than in tests of limits."""
-    folder = tiny_bundle.write(tmp_path_factory.mktemp("examples") / "tiny")
+    return write_roomy_bundle(tmp_path_factory.mktemp("examples") / "tiny")
+
+
+def write_roomy_bundle(folder: Path, max_length: int = 4000) -> Path:
+    """Writes a bundle whose target writes letters, with room for more of them than in tests of
+    limits."""
+    tiny_bundle.write(folder)
     manifest = bundles.read(folder).manifest
-    target = dataclasses.replace(manifest.target, max_length=4000)
+    target = dataclasses.replace(manifest.target, max_length=max_length)
     bundles.write_manifest(folder, dataclasses.replace(manifest, target=target))
     return folder
 
@@ -136,6 +141,51 @@ def test_langchain_chat(run: Run, bundle: Path) -> None:
         first = engine.generate(messages, max_new_tokens=20).text
     assert out.startswith(first + "\n")
     assert len(out) > len(first) + 2
+
+
+@pytest.mark.parametrize("drafter", ["parallelspec", "medusa", "prompt_lookup", "none"])
+def test_speculative(drafter: str, run: Run, bundle: Path) -> None:
+    """The loop by hand gives the tokens of `generate`, and drafts save passes."""
+    example = module("speculative.py")
+    with spec_runtime.load(bundle, drafter, profile=False) as engine:
+        expected = engine.generate("abcd", max_new_tokens=40).token_ids
+        with engine.target.alone():
+            passes = list(example.decode(engine, engine.encode("abcd"), 40))
+    assert [token for tokens in passes for token in tokens] == list(expected)
+    assert (len(passes) < 40) == (drafter != "none")
+    out, err = run("speculative.py", bundle, "abcd", "--drafter", drafter, "--max-new-tokens", 40)
+    assert out.count("|") == len(passes) - 1
+    assert re.fullmatch(r"accepted length \d\.\d\d\n", err)
+
+
+def test_what_follows_the_end_of_an_answer_is_cut() -> None:
+    until = module("speculative.py").until
+    assert until([1, 9, 2], (8, 9)) == [1, 9]
+    assert until([1, 2], (8, 9)) == [1, 2]
+
+
+def test_the_quickstart_measures_prompts_in_turns(
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch", reason="the extra `export` is not installed")
+    script = (ROOT / "tools/quickstart.sh").read_text(encoding="utf-8")
+    (program,) = re.findall(r"<<'PY'\n(.*?)^PY$", script, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "measured.py"
+    file.write_text(program)
+    monkeypatch.setattr(sys, "argv", [str(file), str(bundle)])
+    runpy.run_path(str(file), run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("median and range of 8 prompts, each answered without and with")
+    for line in shown[2:]:
+        median, least, greatest = map(float, re.findall(r"\d+\.\d\d", line))
+        assert least <= median <= greatest
+    words = [re.split(r"\s+\d", line)[0] for line in shown[2:]]
+    assert words == ["tokens/s without", "tokens/s with", "speed-up", "accepted length"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"\n{word}" in readme for word in (shown[1], *words)), "README shows such a run"
 
 
 def test_every_example_is_run_here_and_walked_through_on_the_page() -> None:

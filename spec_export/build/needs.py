@@ -15,8 +15,8 @@ from spec_export.report import Report
 from spec_export.training import disk
 from spec_export.training.checkpoint import SavedDrafter
 
-# Bytes of memory for each weight of the largest table (embedding or head) and of the largest layer,
-# of which one is worked on at a time; measured up to 7 and, with int8's smoothed head, 9.9.
+# Bytes of memory for each weight of the largest table (embedding or head) or of the largest layer;
+# a build works on one of them at a time. Measured: up to 7, and 9.9 with int8's smoothed head.
 PER_WEIGHT, PER_SMOOTHED_WEIGHT = 8, 10
 LIBRARIES = 700_000_000  # torch, transformers, and graphs without weights
 # Bytes of a weight in the bundle, with its block's scales: in layers, the embedding and the head.

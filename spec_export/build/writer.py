@@ -73,8 +73,8 @@ class GraphWriter:
         return replace(graph, attention=self.attention) if has_cache else graph
 
     def write_lanes(self, graph: Graph, name: str = "target") -> dict[str, Graph]:
-        """Makes of a graph with a cache those for several lanes, and saves them beside it, without
-        weights of their own; returns them by their names in the manifest.
+        """Derives the graphs for several lanes from a graph with a cache, and saves them in its
+        folder without weights of their own. Returns them by their names in the manifest.
 
         There are none where the options ask for none, and where the graph cannot have them.
         """

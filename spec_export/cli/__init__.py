@@ -1,4 +1,4 @@
-"""Defines the spec-export command; each verb is a file beside this one."""
+"""Defines the spec-export command; each verb is a file in this folder."""
 
 from collections.abc import Sequence
 

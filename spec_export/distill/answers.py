@@ -2,8 +2,8 @@
 
 Prompts come from a file, or from the target itself, which samples them after the chat template's
 user prefix. Rows {"prompt": ids, "response": ids}, or {"turns": […]} with several such pairs, as
-`data.read` takes them, are appended batch by batch. A second file beside them, the sidecar, records
-the last whole batch, so that an interrupted run goes on where it was and ends with the same file.
+`data.read` takes them, are appended batch by batch. A second file, the sidecar, records
+the last whole batch. An interrupted run therefore goes on where it was and writes the same file.
 conversations.py makes the rows of a batch; the engines in engines.py generate the tokens.
 """
 
@@ -39,8 +39,8 @@ FIRST_STEPS = 16  # of a run, before its speed tells the end: the first one read
 class DistillResult:
     """Rows and answer tokens in the whole file; new tokens and seconds of only this run.
 
-    The seconds are those of generating, without loading the target. `skipped` counts the prompts
-    that the target's context has no room for.
+    The seconds count generating and not loading the target. `skipped` counts the prompts that are
+    too long for the target's context.
     """
 
     out: Path
@@ -74,8 +74,8 @@ class _Written:
 class _Sidecar:
     """The contents of `out` after its last whole batch, and (`finished`) after its last row.
 
-    A batch of which only some rows were wanted is not whole: if more rows are asked for later, the
-    batch is made again.
+    If a run wanted only some rows of the last batch, that batch does not count as whole. A later
+    run that wants more rows makes it again.
     """
 
     settings: dict[str, Any]

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from spec_export.distill import prompts
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install, program
 
 ENGINES = ("auto", "transformers", "openvino", "vllm")
 PRECISIONS = ("fp32", "bf16", "fp16")
 # The engines that have to be installed: their packages, and how to get them.
 PACKAGES = {
-    "openvino": ("openvino_genai", "pip install 'specsplit[distill]'"),
-    "vllm": ("vllm", "pip install vllm"),
+    "openvino": ("openvino_genai", lambda: install("distill")),
+    "vllm": ("vllm", lambda: f"{program('pip')} install vllm"),
 }
 
 
@@ -80,7 +81,7 @@ class DistillConfig:
             raise UserError(f"{self.out} exists: resume it, remove it or choose another file")
         if self.engine in PACKAGES and not is_installed(self.engine):
             raise UserError(
-                f"engine {self.engine} is not installed: {PACKAGES[self.engine][1]}, or choose "
+                f"engine {self.engine} is not installed: {PACKAGES[self.engine][1]()}, or choose "
                 "engine transformers"
             )
 

@@ -44,7 +44,7 @@ class Config(Checked):
     The paper's ablations are `auto_embedding` false (without a position table too),
     `position_table` false, `staged` "one" (one SAL for all heads) or "none" (the heads read h_t,
     without sampled token and taps), and `sampled_token` false. Two `attention_layers` make the
-    paper's variant alpha. `taps` are target layers that fc1 reads beside h_t.
+    paper's variant alpha. `taps` are target layers that fc1 reads as well as h_t.
     """
 
     num_heads: AtLeastOne = 4

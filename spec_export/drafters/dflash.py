@@ -393,8 +393,8 @@ class ContextLayer(DecoderLayer):
 
 
 class _TraceableContextLayer(nn.Module):
-    """A `ContextLayer` over a cache; `layer` is the same one as an ordinary layer. What it makes of
-    a context row beside key and value is read by nobody."""
+    """A `ContextLayer` over a cache; `layer` is the same layer in its ordinary form. Of a context
+    row only the key and the value are used; its output is dropped."""
 
     def __init__(self, layer: Any, attention_conv: Convolution, mlp_conv: Convolution) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class _DrafterGraph(CachedGraph):
         return (*outputs, *caches)
 
     def _steps(self, step: decoder.SharedInputs) -> list[decoder.SharedInputs]:
-        """Returns what each layer reads beside its rows: the mask is that of its kind."""
+        """Returns each layer's shared inputs, with the mask for the layer's kind."""
         config = self.drafter.config
         kinds = [
             (i in config.causal_layers, i in config.sliding_layers) for i in range(config.layers)

@@ -112,7 +112,7 @@ class DrafterBase(nn.Module):
     def trains_output_head(self) -> bool:
         """Returns whether some trained weights have a row for each token of the draft vocabulary.
 
-        Such weights mean nothing beside another draft vocabulary.
+        Such weights mean nothing with another draft vocabulary.
         """
         return False
 

@@ -60,14 +60,14 @@ PositiveShare = Annotated[float, Gt(0), Le(1)]
 class Config(Checked):
     """The settings of ParallelSpec.
 
-    `num_masks` K masks give K+1 guesses. `taps` are target layers that are read beside the final
+    `num_masks` K masks give K+1 guesses. `taps` are target layers that are read with the final
     feature. `mask_feature` is what mask rows read in place of a feature: "zero", nothing, or
     "anchor", the feature of their group's real row, with which the drafter learns sooner.
     `anchor_fraction` is the share of labelled rows that get a group in a training step.
 
     The other fields leave the paper's form where they are not their defaults:
 
-    - `mask_reads_token`: mask rows read the embedding of the root beside their own.
+    - `mask_reads_token`: mask rows read the root's embedding as well as their own.
     - `loss`: "ce" is the paper's cross-entropy. "tv" is `tv_weight` times the total variation
       distance between the target's distribution and the drafter's, and 1 − `tv_weight` times the
       cross-entropy. "lk" is the negative logarithm of the probability that sampling accepts.

@@ -136,7 +136,7 @@ class Drafter(DrafterBase):
         labelled rows `count_K`, i64[K+1].
 
         A guess's loss is a mean over the chosen groups whose token is an answer's and in the draft
-        vocabulary. Groups are those of a random `anchor_fraction` of the labelled rows.
+        vocabulary. The groups belong to a random `anchor_fraction` of the labelled rows.
         """
         config, K = self.config, self.config.num_guesses
         assert batch.feature_BTF is not None, "the labels may be the target's"

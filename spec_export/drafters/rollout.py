@@ -127,7 +127,7 @@ class RolloutDrafter(DrafterBase):
         capacity_symbolic: bool,
         more_outputs: Sequence[str] = ("hidden",),
     ) -> dict[str, ir.Model]:
-        """Returns the graph "drafter", which beside its guesses gives `more_outputs`, by default
+        """Returns the graph "drafter". Its outputs are the guesses and `more_outputs`, by default
         what the next level reads.
 
         config: see `cache_config`. name: the drafter's.
@@ -254,7 +254,7 @@ def equal_weights(rows_RD: Tensor) -> Tensor:
 
 def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]], window: int | None) -> Tensor:
     """Returns the attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and
-    values [B, R, G, Dh] of all levels so far, the last of which are the level's own.
+    values [B, R, G, Dh] of all levels so far; the level's own are the last.
 
     Row t sees rows up to t of level 0, and of the other levels only the rows of its own path; with
     a window, only those of the last `window` positions up to its own.

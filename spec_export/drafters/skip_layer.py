@@ -45,8 +45,8 @@ class Config(Checked):
     """The settings of skip-layer drafting.
 
     The first `layers` E of the target run for each level, for at most `num_guesses` levels of
-    `max_width` nodes. `head` is "target" (the target's head after a norm, of which only the
-    scale learns) or "trained" (a residual block more). `exit_layers` are exits that are trained in
+    `max_width` nodes. `head` is "target" (the target's head after a norm whose scale is all
+    that learns) or "trained" (a residual block more). `exit_layers` are exits that are trained in
     addition to E, every `exit_every`-th (R) of them in a step.
     """
 

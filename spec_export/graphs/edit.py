@@ -135,7 +135,7 @@ def fixed_size(value: ir.Value, axis: int) -> int:
 
 
 def remove_dead(graph: ir.Graph) -> None:
-    """Removes the nodes whose outputs nobody reads, then the initializers nobody reads.
+    """Removes the nodes whose outputs are not read, and then the initializers that are not read.
 
     Nodes are visited from the end, so that a whole dead chain goes in one pass.
     """

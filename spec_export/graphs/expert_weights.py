@@ -17,8 +17,13 @@ from spec_export.graphs.rounding import num_steps
 
 BLOCK = 32
 KEPT = (  # attributes that both operators have
-    *("k", "normalize_routing_weights", "activation_type", "swiglu_fusion", "swiglu_limit"),
-    *("activation_alpha", "activation_beta"),
+    "k",
+    "normalize_routing_weights",
+    "activation_type",
+    "swiglu_fusion",
+    "swiglu_limit",
+    "activation_alpha",
+    "activation_beta",
 )
 
 

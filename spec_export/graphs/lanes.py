@@ -13,7 +13,7 @@ from spec_export.graphs.edit import GraphEditor, input_at, remove_dead
 from spec_runtime.backends.shapes import KV
 from spec_runtime.bundle.manifest import BANK, LANE_LOGITS, LANE_ROWS, lane_name
 
-# What a lane has for itself, beside its caches.
+# Inputs that each lane has for itself, in addition to its caches.
 OWN = ("mask", "slots", "seqlens_k", "write_index", "src", "perm")
 # Operators at which rows of all lanes meet what a lane has for itself: the input that holds rows,
 # and the axis along which these lie, in the input and in an attention's output; in a bank's, the

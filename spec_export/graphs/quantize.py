@@ -258,7 +258,7 @@ def _in_blocks(rows_NK: np.ndarray) -> np.ndarray:
 
 
 def _s8_rows(rows_NK: np.ndarray, largest: int) -> Arrays:
-    """Packs rows into s8[N, K] up to ±`largest`, with scales f32[N] of which 1/127 is a part.
+    """Packs rows into s8[N, K] up to ±`largest`, with scales f32[N] that contain the factor 1/127.
 
     Rows that are whole multiples of one number already, as a checkpoint of 8 bits has them, stay
     as they are.

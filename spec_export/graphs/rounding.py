@@ -75,8 +75,8 @@ class Rounding:
         return packed
 
     def facts(self) -> dict[str, Any] | None:
-        """Returns the number of matrices, of those that are held exactly, and the root mean square
-        of what the others changed, over that of all weights; None if nothing was quantised."""
+        """Returns how many matrices there are, how many are held exactly, and the relative error:
+        the root mean square of all changes over that of all weights. None without quantising."""
         if not self.matrices:
             return None
         rows = self.matrices.values()

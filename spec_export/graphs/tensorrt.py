@@ -35,6 +35,7 @@ from spec_runtime.bundle.manifest import (
     written_name,
 )
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files.installed import install
 from spec_runtime.files.writing import sha256
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.proposers.rows import CHUNK_ROWS
@@ -54,7 +55,7 @@ def adapt(model: ir.Model, precision: str) -> ir.Model:
     """Rewrites a graph of the contiguous form, or without a cache, for TensorRT, in place.
 
     It gets additive masks. If it was traced in float32, as drafters are, it also gets the type
-    of the precision. Raises UserError for a model with convolutions, whose plans nobody has tried.
+    of the precision. Raises UserError for a model with convolutions: such plans were never tried.
     """
     if any(value.name == POSITIONS for value in model.graph.inputs):
         raise UnsupportedModelError(
@@ -205,7 +206,7 @@ def choose_capabilities(
     if not known:
         raise UserError(
             f"{trt.flavour} {trt.version} builds for the GPU it runs on, and there is none: build "
-            "there, or with specsplit[tensorrt-rtx] instead, which needs none"
+            f"there, or run {install('tensorrt-rtx')}, whose TensorRT needs none"
         )
     found = [part.strip() for entry in wanted for part in entry.split(",")]
     for capability in found:
@@ -256,7 +257,7 @@ def build_plan(
     builder = module.Builder(trt.logger)
     network = builder.create_network(0)
     parser = module.OnnxParser(network, trt.logger)
-    if not parser.parse_from_file(str(path)):  # by its path, since the weights lie beside it
+    if not parser.parse_from_file(str(path)):  # by path: its weights are in the same folder
         told = [" ".join(parser.get_error(i).desc().split()) for i in range(parser.num_errors)]
         raise UserError(f"{trt.flavour} does not parse {path.name}: {'; '.join(told)[:400]}")
     check_network(module, network, graph, path.name)

@@ -118,7 +118,7 @@ class Adapter:
     def __init__(self, folder: Path, config: AdapterConfig, stored: Mapping[str, Tensor]) -> None:
         self.folder, self._config, self._stored = folder, config, stored
         self._replaced: dict[str, str] = {}  # tensors that are given whole, by name
-        self._parts: dict[str, dict[str, str]] = {}  # names of those that are changed, by role
+        self._parts: dict[str, dict[str, str]] = {}  # changed tensors: their parts by role
         for stored_name in stored:
             name = _own_name(stored_name)
             end = next((end for end in ROLES if name.endswith(end)), None)

@@ -160,7 +160,7 @@ def _packed(parts: Parts) -> Tensor:
 
 
 def _packed_bits(words: int, values: int) -> int:
-    """Returns the bits of values of which so many fill so many words, 0 if there are none."""
+    """Returns the number of bits with which `values` values fill `words` words; 0 if none does."""
     return next((bits for bits in range(2, 9) if words == -(-values * bits // 32)), 0)
 
 

@@ -101,11 +101,11 @@ class ModelTensors(Mapping[str, Tensor]):
     """Maps the names of a transformers model to tensors made of a checkpoint's.
 
     They are made as transformers makes them: renamed, and matrices of experts stacked. unexpected:
-    the names of those that the model does not have.
+    names the tensors that the model does not have.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], model: Any) -> None:
-        """model: of which only names and config are read. No tensor is."""
+        """model: only its names and config are read, none of its tensors."""
         from transformers import conversion_mapping, core_model_loading
 
         self._stored, self._model = stored, model

@@ -48,10 +48,23 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), (0,)),
 }
 ROPE_FIELDS = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned"),
-    *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    *("short_factor", "long_factor"),
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "finetuned",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
 }
 # The caches of a layer, by its mixer.
 CACHES = {"attention": ("k", "v"), "convolution": ("c",)}

@@ -385,8 +385,8 @@ class _Part:
         )
 
     def projection(self, *names: str) -> Projection:
-        """Returns the product of linear layers of one input, outputs side by side, with the biases
-        of those that have one."""
+        """Returns one product for several linear layers of the same input, with their outputs side
+        by side and their biases added where they have one."""
         sizes = [self.rows(f"{name}.weight") for name in names]
         weight = self.weights.joined([f"{self.prefix}{name}.weight" for name in names])
         biases = [self.maybe(f"{name}.bias") for name in names]

@@ -1,4 +1,4 @@
-"""Makes one chat template of those that a model has by name."""
+"""Joins a model's named chat templates into one."""
 
 from __future__ import annotations
 

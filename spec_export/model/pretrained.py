@@ -203,7 +203,7 @@ def open_model(
 def _tensors(
     folder: Path, gguf_file: str | None, model: Any
 ) -> tuple[Mapping[str, Tensor], Collection[str]]:
-    """Returns a model's tensors by name, and the names of those that it does not have."""
+    """Returns the files' tensors by name, and the names of those that the model does not have."""
     where = folder / (gguf_file or "")
     if gguf_file:
         header = annex.gguf_header.read(where)

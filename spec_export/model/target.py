@@ -159,7 +159,7 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
     GGUF weights are dequantised to float32 first, then cast. Raises UserError if the files are
     damaged or do not fit each other, or if the model is not supported, which is found out before
-    its weights are read. No code that lies beside the weights is run.
+    its weights are read. Code in the model's folder is never run.
     """
     config, tokenizer = read_config(source), load_tokenizer(source)
     folder, adapter = local_folder(source), _adapter(source)

@@ -28,10 +28,10 @@ class Weights(Protocol):
         """
 
     def joined(self, names: Sequence[str]) -> Tensor:
-        """Returns tensors of these names, all of which are there, joined along the first axis."""
+        """Returns the tensors of these names joined along the first axis; all must be there."""
 
     def unread(self) -> list[str]:
-        """Returns the names of the tensors that nobody has asked for."""
+        """Names the tensors that were never read."""
 
 
 class Stored(Protocol):

@@ -33,7 +33,7 @@ def table(
 
     Its arrays are `previous` and `next` i32[P], the pairs (p, c) in ascending order, with `bias`
     f32[P], their b(p, c); and `token` i32[U], ascending, with `unseen` f32[U], the b(p, c) of a
-    token p with every c of which the table has no pair.
+    token p with every c for which the table has no pair.
     """
     is_drafted_V = np.zeros(vocab_size, bool)
     is_drafted_V[draft_token_ids] = True

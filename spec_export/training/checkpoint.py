@@ -112,8 +112,8 @@ def save(
     """Writes the checkpoint `folder/step-00000123` and returns its path.
 
     Torch's random states are saved too. All but the `keep` newest checkpoints are deleted
-    afterwards, unless someone has put files of their own beside a checkpoint's. What a process that
-    was killed left behind is removed first.
+    afterwards, unless a checkpoint's folder has files that are not its own. What a killed process
+    left there is removed first.
 
     Args:
         module: the module whose tensors are worth keeping (no frozen target).
@@ -308,7 +308,7 @@ def save_drafter(
     Args:
         config: the drafter's Config (dataclass or mapping) of JSON values.
         draft_token_ids: integer[Vd], the target's ids of the draft vocabulary; they are stored
-            beside the tensors.
+            with the tensors.
         bigrams: the arrays of a one-pass drafter's table, see bigrams.table; stored there too.
     Raises:
         UserError: `folder` holds other files, or `state` a tensor of a reserved name or one

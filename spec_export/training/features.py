@@ -60,7 +60,7 @@ class CacheFacts:
 class FeatureCache:
     """Reads a finished cache; a `batches.SequenceStore`.
 
-    `taps` are the taps wanted, some of those that the cache holds; None means all. Raises
+    `taps` are the wanted taps, which the cache must hold; None means all. Raises
     UserError on an unfinished cache, and on a tap that it lacks.
     """
 
@@ -176,7 +176,7 @@ def _facts(
     fingerprint: str,
     taps: Sequence[int],
 ) -> CacheFacts:
-    """Returns the facts of a cache of which nothing is done yet."""
+    """Returns the facts of a cache that is still empty."""
     num_features = width * (1 + len(taps))
     return CacheFacts(fingerprint, tuple(taps), _digest(examples), num_features)
 

@@ -83,7 +83,7 @@ def write(final: Path, header_name: str, what: str, fill: Callable[[Path], dict[
         header["files"] = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
         text = json.dumps(header, indent=1, ensure_ascii=False)
         (temporary / header_name).write_text(text + "\n", encoding="utf-8")
-        for file in temporary.iterdir():  # safetensors lets nobody else read what it writes
+        for file in temporary.iterdir():  # safetensors makes its files private
             shutil.copymode(temporary / header_name, file)
 
 

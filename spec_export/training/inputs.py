@@ -11,6 +11,7 @@ from spec_export import drafters
 from spec_export.model import files
 from spec_export.training import folders, recipe
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 
 
 def read(
@@ -37,8 +38,8 @@ def read(
         folders.require_drafter(init)
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
-            "got --tensorboard, but TensorBoard is not installed: pip install "
-            "'specsplit[tensorboard]', or leave --tensorboard out"
+            "got --tensorboard, but TensorBoard is not installed: "
+            f"{install('tensorboard')}, or leave --tensorboard out"
         )
     return plan, out
 

@@ -240,7 +240,7 @@ class JointTrainer(Trainer):
         return part
 
     def write_results(self) -> Path:
-        """Writes the merged target into `target/`, and the drafter, which names it, beside it.
+        """Writes the merged target into `target/`, and next to it the drafter, which names it.
 
         The drafter is written even if the target cannot be. Returns the drafter's folder. Raises
         UserError if the target cannot be written.

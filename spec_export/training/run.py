@@ -45,7 +45,7 @@ def run(
     report: Report = SILENT,
 ) -> Path:
     """Trains as the recipe says and returns the drafter's folder (`drafter.safetensors`,
-    `config.json`); the curves lie beside it.
+    `config.json`); the curves are in the folder above it.
 
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
     feature cache (out/features); init: a drafter of the same shape to start from, or the run that

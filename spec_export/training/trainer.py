@@ -43,7 +43,7 @@ class TrainingJob:
 
     The first `num_training` sequences train, the rest validates. `out` is the folder for
     checkpoints, curves and the drafter, `provenance` the facts that are saved with it.
-    `writes_events` asks for TensorBoard events beside them. `bigrams` is the table of a one-pass
+    `writes_events` asks for TensorBoard events as well. `bigrams` is the table of a one-pass
     drafter, see bigrams.py. `report` is silent in all processes but the first.
     """
 
@@ -406,7 +406,7 @@ class Trainer:
             return self.write_results()
 
     def write_results(self) -> Path:
-        """Writes the drafter as it is now beside its curves, and returns its folder."""
+        """Writes the present drafter into the folder of its curves, and returns its own folder."""
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
             return folder

@@ -37,8 +37,8 @@ class Backend(Protocol):
 class GraphRun:
     """Holds a run of a graph that somebody waits for, by itself or together with others'.
 
-    Whoever runs it sets `results`, which the backend's next run may overwrite, and the `seconds`
-    that this took.
+    The caller that runs it sets `results`, which the backend's next run may overwrite, and the
+    `seconds` that the run took.
     """
 
     backend: Backend

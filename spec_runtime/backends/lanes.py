@@ -109,7 +109,7 @@ class LanePasses:
     ) -> list[dict[str, Any]]:
         """Runs the rows of all lanes once; returns each lane's outputs, as its own run would.
 
-        There are at least two lanes and a graph for so many. `feeds` are those of each lane.
+        There are at least two lanes and a graph for so many. `feeds` holds each lane's feeds.
         Outputs that the graph has not are the sampling graph's. On a device logits stay there (see
         base.Rows). The next run of as many lanes may overwrite the arrays.
         """

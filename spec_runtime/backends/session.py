@@ -27,17 +27,18 @@ from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
 from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
-# the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.
+# the user's cache folder. A value that the user has set, such as 0, is kept.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 try:
     import onnxruntime as ort
 except ImportError as error:
-    raise UserError("onnxruntime is not installed: pip install 'specsplit[cpu]'") from error
+    raise UserError(f"onnxruntime is not installed: {install('cpu')}") from error
 
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -56,7 +57,7 @@ CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 SHARED_ZERO_POINT = " on this CPU without VNNI, build the bundle again"
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
-MAPPED_BYTES = 1 << 16  # smaller tensors stay in a packed graph, of which each process has a copy
+MAPPED_BYTES = 1 << 16  # smaller tensors stay in the packed graph that each process copies
 ALIGNED_BYTES, ALIGNMENT = 1 << 20, 64
 NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
 
@@ -124,8 +125,8 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
         raise UserError(
             f"onnxruntime {ort.__version__} did not load its {provider}, though CUDA 13's "
-            "libraries and a GPU are here: it may be built for another version of CUDA; install "
-            "'specsplit[gpu]' into a fresh environment, or choose another --backend"
+            "libraries and a GPU are here: it may be built for another version of CUDA; run "
+            f"{install('gpu')} in a fresh environment, or choose another --backend"
         )
     _check_signature(session, graph, path)
     return session
@@ -140,7 +141,7 @@ def prepare(device: str) -> None:
     if PROVIDERS[device] not in ort.get_available_providers():
         raise UserError(
             f"onnxruntime {ort.__version__} here has no {PROVIDERS[device]}: put onnxruntime-gpu "
-            "in its place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose "
+            f"in its place ({program('pip')} uninstall onnxruntime; {install('gpu')}), or choose "
             "another --backend"
         )
     if device == "cuda":
@@ -224,7 +225,7 @@ def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> An
     chosen.add_session_config_entry("session.intra_op.spin_duration_us", "20")
     if options.threads > default_threads():  # a spinning one has a CPU that another waits for
         chosen.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # ONNX Runtime has a format of its own, whose operators nobody has looked at.
+    # ONNX Runtime also has a format of its own, in which operators would go unchecked.
     chosen.add_session_config_entry("session.load_model_format", "ONNX")
     _keep_products_exact(chosen)
     for name, value in options.weights.items():

@@ -18,7 +18,7 @@ from spec_runtime.files.writing import file_state
 
 _sessions: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 _opening: weakref.WeakValueDictionary[Hashable, threading.Lock] = weakref.WeakValueDictionary()
-_lock = threading.Lock()  # of the locks in `_opening`, each of which is held while a file is opened
+_lock = threading.Lock()  # guards `_opening`, whose locks are held while a file is opened
 
 
 def shared_session(path: Path, settings: Hashable, open_new: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
 """Reads, writes and checks bundles: the manifest's dataclasses and the files that it names.
 
-A bundle is a folder with `manifest.json` beside graphs, tokenizer and provenance. Every mistake
-that a user can make with a bundle ends here as a `BundleError` of one line.
+A bundle is a folder with `manifest.json`, graphs, a tokenizer and provenance. Every mistake that a
+user can make with a bundle ends here as a `BundleError` of one line.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 
 from spec_runtime.bundle.drafter_entry import Calibration, KnownConfig, KnownTrees, check_known
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import how_to_build
 from spec_runtime.files.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
 
@@ -25,8 +26,17 @@ MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
 ATTENTIONS = ("bias", "full_buffer")  # see Graph
 DTYPES = (
-    *("float32", "float16", "bfloat16"),
-    *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "int4",
+    "uint4",
+    "bool",
 )
 POSITION_CONVENTIONS = ("absolute",)
 FLAVOURS = ("tensorrt", "tensorrt_rtx")  # see Plan
@@ -204,7 +214,7 @@ class DrafterInfo:
     the `config`:
 
     - "features": the target's outputs, see FEATURES, that are side by side what the drafter reads
-      as features. Older bundles have "taps" instead, layers that are read beside "features";
+      as features. Older bundles have "taps" instead, layers that are read with "features";
 
     and of that of a drafter that guesses in one pass:
 
@@ -397,7 +407,7 @@ def num_lanes_of(graph: str) -> int | None:
 
 
 def draft_name(drafter: str, role: str) -> str:
-    """Names a drafter's graph in the names of those for several lanes."""
+    """Returns the drafter's part in the names of its graphs for several lanes."""
     return f"{drafter}-{role}"
 
 
@@ -436,11 +446,11 @@ def read_manifest(folder: Path) -> Manifest:
     Raises BundleError as `read` does.
     """
     manifest_file = folder / MANIFEST
-    _require(
-        manifest_file.is_file(),
-        f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with spec-export build, "
-        "or fetch one with spec-runtime pull",
-    )
+    if not manifest_file.is_file():
+        raise BundleError(
+            f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with "
+            f"{how_to_build()}"
+        )
     try:
         size = manifest_file.stat().st_size
         if size > MAX_MANIFEST_BYTES:
@@ -589,9 +599,9 @@ def find(root: str | Path = "bundles") -> Path:
     """Returns the newest bundle, by its manifest's date, among the folders in `root`."""
     # Hidden folders are half-built bundles.
     manifests = list(Path(root).glob(f"[!.]*/{MANIFEST}"))
-    _require(
-        bool(manifests),
-        f"no bundle under {Path(root)}/, expected one; run spec-export build --drafter "
-        "parallelspec or spec-runtime pull, or name a folder with --bundle",
-    )
+    if not manifests:
+        raise BundleError(
+            f"no bundle under {Path(root)}/, expected one; make one with {how_to_build()}, or name "
+            "a folder with --bundle"
+        )
     return max(manifests, key=lambda file: file.stat().st_mtime).parent

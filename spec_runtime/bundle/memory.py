@@ -23,7 +23,7 @@ _CGROUP_LIMITS = (
 def buffer_shape(spec: TensorSpec, capacity: int) -> tuple[int, ...]:
     """Returns the shape of a KV buffer or bank with `capacity` slots.
 
-    Raises BundleError unless its free axis, of which it has at most one, is named "S".
+    A buffer has at most one free axis. Raises BundleError unless that is named "S".
     """
     if any(size != "S" for size in spec.shape if isinstance(size, str)):
         raise BundleError(

@@ -38,7 +38,7 @@ def require_known_graph(bundle: Bundle, graph: Graph) -> None:
     """Refuses the ONNX file of `graph` before ONNX Runtime reads it.
 
     Raises BundleError if it is no ONNX model, uses an operator that is not in OPERATORS, or has
-    weights in a file that the manifest does not list, whose hash nobody has checked.
+    weights in a file that the manifest does not list: its hash would go unchecked.
     """
     path = bundle.file(graph.file)
     try:

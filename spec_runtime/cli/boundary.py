@@ -23,6 +23,7 @@ import typer
 
 from spec_runtime.cli.terminal import visible
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 from spec_runtime.files.mapping import brief
 
 INTERRUPTED, TERMINATED, NO_READER = (
@@ -30,7 +31,7 @@ INTERRUPTED, TERMINATED, NO_READER = (
 )
 REFUSED = 2
 RESEND_SECONDS = 0.01
-MAX_LINE = 1200  # characters of an error, of which most quote less
+MAX_LINE = 1200  # characters of an error; most errors quote less
 
 # Names the extra of the distribution that brings a module which may be absent.
 EXTRAS = {
@@ -45,6 +46,10 @@ EXTRAS = {
     **dict.fromkeys(("accelerate", "peft"), "export"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), "serve"),
     "matplotlib": "figures",
+    "tensorboard": "tensorboard",
+    "llguidance": "grammar",
+    "prompt_toolkit": "chat",
+    "ray": "ray",
 }
 
 # What typer raises for any wrong command line. It has no name of its own for it, and takes it from
@@ -56,7 +61,7 @@ def end(command: Sequence[str], work: Callable[[], int]) -> NoReturn:
     """Runs `work` and raises SystemExit with the exit code that it returns.
 
     What ends in one line or none raises SystemExit as well: 2 for what the user can mend, 130 on
-    Ctrl-C, 143 on SIGTERM, 141 where nobody reads the output any more (`… | head`). Mistakes of
+    Ctrl-C, 143 on SIGTERM, 141 where the output's reader has left (`… | head`). Mistakes of
     ours are raised as they are, with a note that asks to report them; `command` is part of it.
     """
     _prepare_streams()
@@ -91,7 +96,7 @@ def _message(error: BaseException) -> str | None:
             return None
         return (
             f"{module_name} is not installed, which this command needs; "
-            f"run pip install 'specsplit[{EXTRAS[module_name]}]'"
+            f"run {install(EXTRAS[module_name])}"
         )
     if UsageError is not None and isinstance(error, UsageError):
         return _usage(cast(typer.BadParameter, error))

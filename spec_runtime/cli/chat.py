@@ -1,4 +1,4 @@
-"""Implements spec-runtime chat: a conversation whose turns reuse the KV of those before."""
+"""Implements spec-runtime chat: a conversation whose turns reuse the KV of earlier turns."""
 
 import re
 import shutil

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -55,7 +56,7 @@ def open_input(words: Sequence[str], keeps_history: bool) -> LineInput:
 class PlainInput:
     """Reads single lines from a pipe, a file, or a terminal without prompt-toolkit."""
 
-    help = "Enter sends. For several lines install prompt-toolkit: pip install 'specsplit[chat]'"
+    help = f"Enter sends. For several lines install prompt-toolkit: {install('chat')}"
 
     def __init__(self, is_interactive: bool) -> None:
         self.is_interactive = is_interactive

@@ -18,7 +18,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def parse(text: str | bytes, where: str) -> list[dict[str, Any]]:
-    """Returns the messages of a JSON text, of which there is at least one.
+    """Returns the messages of a JSON text, at least one.
 
     `where` is what an error calls the text. The engine checks what a message holds in addition to
     its role.

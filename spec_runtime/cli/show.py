@@ -91,7 +91,7 @@ def _drafter_with_accuracy(
     """Returns the drafter of this name, None being the first, and how often its guesses are right:
     by its calibration, or about so by the validation of its training.
 
-    Raises UserError if the bundle has no such drafter, or nobody measured it.
+    Raises UserError if the bundle has no such drafter, or if it was never measured.
     """
     drafters = opened.manifest.drafters
     if drafter is None and not drafters:

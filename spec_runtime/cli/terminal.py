@@ -1,6 +1,6 @@
 """Prints on a terminal so that data can neither be taken for markup nor move the cursor.
 
-Names, categories and texts come from manifests, prompt files and models: whoever wrote those may
+Names, categories and texts come from manifests, prompt files and models, whose authors may
 have put anything into them.
 """
 

@@ -91,7 +91,7 @@ def _measure(
     quick: bool,
     sweep: bool,
 ) -> "TuneReport":
-    """Measures under a progress line; the parameters are those of `tune.tune`."""
+    """Measures under a progress line; takes what `tune.tune` takes."""
     from spec_runtime.measure import tune
 
     entry = manifest.entry(engine.drafter)

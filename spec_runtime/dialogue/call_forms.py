@@ -136,7 +136,7 @@ FORMS = (
         ),
     ),
 )
-# Marks before a call, of which several may follow each other, and marks after it.
+# Marks that may stand before a call, several in a row, and marks after it.
 WRAPPERS = (
     *("<tool_call>", "<tool_calls>", "<seed:tool_call>", "<minimax:tool_call>", "<|tool_call|>"),
     *("[TOOL_CALLS]", "<|python_tag|>", "functools", "<|START_ACTION|>"),

@@ -42,7 +42,7 @@ MAX_TOTAL = 1 << 30  # of all values that one rendering makes
 _ITEM_WEIGHT = 8  # of everything that is no text
 _MAX_BITS = 1 << 13  # of an integer
 
-# Variables that say whether the model thinks, by one of which most templates ask.
+# Variables that say whether the model thinks; most templates read one of them.
 SWITCHES = ("enable_thinking", "thinking")
 # Variables that are the renderer's own.
 _OWN = frozenset(("messages", "tools", "add_generation_prompt"))

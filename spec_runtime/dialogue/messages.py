@@ -15,8 +15,8 @@ def plain_message(message: Message) -> Message:
     """Returns a message whose content is a string: parts of kind text are joined. Other keys that
     say nothing, such as "tool_calls": null or [], are left out, as templates ask for the key.
 
-    Content may be None beside tool calls, as assistants have them. Raises UserError for a message
-    without role and content, for other kinds of content, and for half surrogate pairs.
+    The content of an assistant's message with tool calls may be None. Raises UserError for a
+    message without role and content, for other kinds of content, and for half surrogate pairs.
     """
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise UserError(f"got message {dict(message)!r:.200}, expected a role and its content")

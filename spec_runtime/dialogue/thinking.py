@@ -65,7 +65,7 @@ def end_of_thinking(tags: Tags | None, answer: str, is_begun: bool) -> int | Non
 
 
 class _Holding:
-    """Holds text back. White space, of which there may be much, is joined once other text comes."""
+    """Holds text back. White space is joined once other text comes, for there may be much."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -16,7 +16,7 @@ def read_kept(path: Path) -> Any:
     """Returns what the JSON file at `path` says.
 
     Raises FileNotFoundError if there is none, and UserError or another OSError, whatever stands
-    there instead: a folder, a link, a pipe that nobody writes to, a file without end, or no JSON.
+    there instead: a folder, a link, a pipe without a writer, a file without end, or no JSON.
     """
     require_regular_file(path)
     with path.open("rb") as file:

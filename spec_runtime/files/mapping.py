@@ -365,7 +365,16 @@ _WORDS = {
     "missing": "more items",
     "too_short": "{min_length} or more items",
     "too_long": "at most {max_length} items",
+    "string_too_short": "{min_length} or more characters",
+    "string_too_long": "at most {max_length} characters",
 }
+
+
+def expected_by(problem: Mapping[str, Any], none: str) -> str:
+    """Returns what one of pydantic's problems expected; `none` is how None is written."""
+    if problem["type"] in _WORDS:
+        return _WORDS[problem["type"]].format(**_numbers(problem.get("ctx", {})), none=none)
+    return str(problem["msg"]).removeprefix("Input should be ")
 
 
 def _fault(data: Any, error: ValidationError, none: str) -> _Fault:
@@ -378,12 +387,7 @@ def _fault(data: Any, error: ValidationError, none: str) -> _Fault:
     if isinstance(refused, AssertionError):
         raise refused
     alike = [each for (other, _), each in problems if other == place]
-    words = (
-        _WORDS[each["type"]].format(**_numbers(each.get("ctx", {})), none=none)
-        if each["type"] in _WORDS
-        else each["msg"].removeprefix("Input should be ")
-        for each in alike
-    )
+    words = (expected_by(each, none) for each in alike)
     if problem["loc"][-1:] == ("[key]",):
         value = problem["input"]
     *first, last = dict.fromkeys(words)

@@ -1,6 +1,6 @@
-"""Writes files and folders so that nobody ever sees half of one; locks and hashes them.
+"""Writes files and folders so that a reader never sees half of one; locks and hashes them.
 
-Everything is written under a temporary name beside its place, flushed to the disk, and renamed at
+Everything is written under a temporary name in the same folder, flushed to the disk, and renamed at
 the end. A process that is killed leaves such a temporary; the next one that writes to the same
 place removes it. A writer holds a lock (`filelock`), which the kernel ends with the process, so
 that a temporary whose lock is free has no writer. Where a file system has no locks, everything is
@@ -58,7 +58,7 @@ def require_regular_file(path: str | Path) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path` to write to; renames it to `path` at the end.
+    """Gives a temporary path in the folder of `path`, and renames it to `path` at the end.
 
     The temporary name keeps the suffix, by which some writers choose a format, and a file that is
     replaced leaves its permissions to the new one. If the block raises, the temporary file is
@@ -102,7 +102,7 @@ class _Discarded(Exception):
 def require_writable(path: str | Path) -> None:
     """Raises UserError or OSError if `write_atomically` could not write `path` now.
 
-    Makes its folders, and writes a few kilobytes beside it that are removed again. Call
+    Makes its folders, and writes a few kilobytes there that are removed again. Call
     it before long work whose result goes to `path`.
     """
     path = Path(path)
@@ -187,7 +187,7 @@ def files_in(folder: Path) -> set[str]:
 
 @contextmanager
 def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterator[Path]:
-    """Gives an empty folder beside `out` that is renamed to `out`, replacing it, at the end.
+    """Gives an empty folder next to `out`, and renames it to `out` at the end, replacing it.
 
     The old folder is renamed aside, the new one takes its place, and only then is the old one
     removed: whenever the process is killed, one of them is whole. If it was killed between the two
@@ -263,7 +263,7 @@ def restore_folder(out: str | Path) -> None:
 
 
 def restore_folders(parent: Path) -> None:
-    """Does what `restore_folder` does for every folder of `parent` of which something is left, if
+    """Does what `restore_folder` does for every folder of `parent` that left something behind, if
     only its lock file."""
     folders = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}({re.escape(TEMPORARY)}|{re.escape(REPLACED)})")
     locks = re.compile(r"\.(.+)\.lock")
@@ -274,7 +274,7 @@ def restore_folders(parent: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder with all that it holds, so that nobody ever sees half of it.
+    """Removes a folder with all that it holds, so that a reader never sees half of it.
 
     What cannot be removed stays under a temporary name.
     """
@@ -332,7 +332,7 @@ def locked(path: str | Path) -> Iterator[bool]:
     """Holds the lock file `.<name>.lock` beside `path`, so that no other process writes there.
 
     The file names the process that holds it. The kernel ends the lock with the process, so that a
-    lock file of a dead process stops nobody. Gives False where the file system has no locks:
+    lock file of a dead process locks nothing. Gives False where the file system has no locks:
     others may be writing there too.
 
     Raises LockedError if another process, or another block of this one, holds it, and OSError if

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-# llguidance holds numbers as doubles, of which those up to here are exact integers.
+# llguidance holds numbers as doubles, which represent integers exactly up to this one.
 EXACT = 2**53
 # The largest double below 10^18, beyond which llguidance follows no bounds.
 MOST = 999_999_999_999_999_872
@@ -29,8 +29,15 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _HINTS = ("password", "binary")  # formats that allow every string
 _NOTES = ("type", "title", "description", "default", "examples", "$comment")
 _FOLLOWED = (  # keywords whose schemas an answer may have to fit
-    *("items", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems"),
-    *("properties", "patternProperties"),
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "prefixItems",
+    "properties",
+    "patternProperties",
 )
 # Keywords whose schemas describe the same object as the keywords beside them.
 _SHARING = frozenset(("allOf", "not", "if", "then", "else", "dependentSchemas"))
@@ -333,7 +340,7 @@ def _has_value(schema: Any, open_ones: set[str], known: dict[int, bool]) -> bool
 
 
 def _needs(schema: dict[str, Any], open_ones: set[str]) -> Iterator[list[Any]]:
-    """Yields lists of schemas, of each of which one has to have a value if this schema is to."""
+    """Yields lists of schemas. This schema can have a value only if one schema of each list has."""
     reference, kind = schema.get("$ref"), schema.get("type")
     if isinstance(reference, str) and reference in open_ones:
         yield []

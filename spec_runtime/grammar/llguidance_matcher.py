@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 from spec_runtime.files.mapping import brief
 from spec_runtime.grammar import json_schema, trial_process
 from spec_runtime.grammar.base import read
@@ -50,8 +51,7 @@ class GrammarCompiler:
             import llguidance
         except ImportError:
             raise format_error(
-                "llguidance is not installed, which response_format needs: pip install "
-                "'specsplit[grammar]'"
+                f"llguidance is not installed, which response_format needs: {install('grammar')}"
             ) from None
         if not eos:
             raise format_error(
@@ -198,7 +198,7 @@ class LlguidanceMatcher:
         self._matcher, self._tokenizer = matcher, tokenizer
         self._eos, self._vocab_size = eos, vocab_size
         self._word_W = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
-        self._is_ended = False  # EOS was read, of which the library itself is not told
+        self._is_ended = False  # EOS was read; the library itself is not told of it
 
     def advance(self, token: int) -> bool:
         """See Matcher.advance."""

@@ -92,7 +92,7 @@ class PathMasks:
             node = builder.add(node, token)
 
     def _follow(self, path: Sequence[int]) -> None:
-        """Moves the matcher to the end of this path, every token of which was allowed before."""
+        """Moves the matcher to the end of this path, whose tokens were all found to be allowed."""
         if not self._go(path):
             raise format_error(
                 f"the grammar refuses token {path[len(self._path)]}, which it allowed before; "

@@ -67,7 +67,7 @@ class GrammarTrials:
         }
         self._opening = _line(opening)
         self._known: dict[bytes, tuple[str | None]] = {}  # faults of grammars, by their hashes
-        self._tried: set[bytes] = set()  # hashes of those that are tried now, or wait for it
+        self._tried: set[bytes] = set()  # hashes of grammars that are being tried, or wait
         self._idle: list[_Process] = []
         self._places = threading.Semaphore(limits.processes)
         self._num_waiting = 0  # for a place

@@ -31,7 +31,7 @@ class AnswerForm:
     """Says how a model writes the answer to one prompt.
 
     Between `tags` it thinks, None if it does not; `is_begun` says that the prompt ends inside of
-    them. `tokens` are those of the tags, None if no thinking may go before a grammar. It calls
+    them. `tokens` are the tags' tokens, or None if no thinking may go before a grammar. It calls
     `tools` as its `family` does (see dialogue/tools.py); without tools, calls are text.
     """
 

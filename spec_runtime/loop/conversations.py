@@ -43,7 +43,7 @@ class Conversations:
         self._store: RowStore = RowStore(max_bytes) if others is None else others._store
         self._lanes: WeakSet[Conversations] = WeakSet() if others is None else others._lanes
         self._lanes.add(self)
-        self.are_shared = others is not None  # by lanes, of which each may need the others' rows
+        self.are_shared = others is not None  # by lanes: each may need the others' rows
         self._holder: Holder | None = None  # of our last run
         self._held: list[int] = []  # tokens whose KV the target has while its rows are that run's
         self._prompt: list[int] = []  # of a call that goes on
@@ -104,7 +104,7 @@ class Conversations:
             self._answered += step.tokens if self._answered else [*self._prompt, *step.tokens]
 
     def end(self, holder: Holder, tokens: list[int]) -> None:
-        """Notes that the target's rows are those of the first of `tokens`, and may be relied on."""
+        """Notes that the target's rows belong to the first of `tokens`, and may be relied on."""
         self._unproven = None
         self._answered = []
         self._held = tokens[: self._target.length]

@@ -95,7 +95,7 @@ class FairLock:
 
     @property
     def is_free_for_thread(self) -> bool:
-        """Says whether nobody holds the lock or waits for it but this thread."""
+        """Says whether no other thread holds the lock or waits for it."""
         thread = threading.current_thread()
         return all(holder.thread is thread for holder in self._queue[:])
 

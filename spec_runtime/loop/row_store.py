@@ -56,7 +56,7 @@ class RowStore:
         return len(self._kept)
 
     def add(self, rows: ConversationRows) -> None:
-        """Keeps these rows, in place of those with which they begin, if there is room for them."""
+        """Keeps these rows if there is room for them, and drops kept rows that begin them."""
         if rows.num_bytes > self.max_bytes:
             return
         length = len(rows.tokens)

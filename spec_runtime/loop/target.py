@@ -163,7 +163,7 @@ class Target:
     after the tree's; with None no row is. `num_judged` counts the rows looked at, `num_redone`
     those redone, and `redo_seconds` what that took.
 
-    Whoever runs the target holds its `lock`, or has it `alone`. `rows_of` is the holder whose
+    A thread that runs the target holds its `lock`, or has it `alone`. `rows_of` is the holder whose
     generation wrote the rows, None if no later generation may rely on them. `precision`
     is that of the weights and products. `sampling` finds the largest logits on a device; without it
     whole rows are fetched to draw from.

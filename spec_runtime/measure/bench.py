@@ -68,7 +68,7 @@ def run(
     """Decodes each prompt plainly and with each engine, and returns a report for each engine.
 
     The engines share one target. Which of them goes first rotates from prompt to prompt, so that
-    nobody always meets the warmer machine. A prompt of several turns is a chat: each way of
+    none of them always meets the warmer machine. A prompt of several turns is a chat: each way of
     decoding gets the next question after its own earlier answers, and the whole conversation is
     prefilled anew. ``sampling`` (None: greedy) holds for all, except that plain decoding always
     draws from the target, since typical acceptance would make it greedy. A caller who brings

@@ -16,7 +16,7 @@ from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 if TYPE_CHECKING:
     from spec_runtime.bundle.manifest import Manifest
 
-# Every file of figures has all of these. What nobody recorded is None, and ``note`` says so.
+# Every file of figures has all of these. What was not recorded is None, and ``note`` says so.
 KEYS = ("commit", "date", "cpu", "threads", "versions", "command", "prompts", "bundle", "note")
 PACKAGES = ("specsplit", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu", "tensorrt")
 # By the kind of source in a bundle's manifest, where weights are not what "fp32" suggests.

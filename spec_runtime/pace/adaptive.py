@@ -49,14 +49,15 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 
 
 class DraftPauser(ProposerWrapper):
-    """Passes on the trees of `proposer`, or, while drafting does not pay, proposes only roots; of a
-    drafter with prompt lookup only lookup's nodes, which cost no draft, as many as pay.
+    """Passes on the trees of `proposer` while drafting pays, and proposes only roots while it does
+    not. If prompt lookup is merged into the drafter, lookup goes on during a pause: its nodes cost
+    no draft, and as many are proposed as pay.
 
     `gain` is what drafting is known to be worth at temperature 0 and `sampled_gain` at temperature
-    1. Each generation begins with all credit where that pays, in proportion to its temperature, and
-    with FIRST_CREDIT where it does not or is not known. Step times in a grown tree's budget are
-    those of the context, and its rate is that of exponential averages of tokens and ms a step,
-    which begin at what is known, or at the break-even point.
+    1. If the gain at a generation's temperature is known to pay, the generation begins with all
+    credit, otherwise with FIRST_CREDIT. The budget of a grown tree gets two figures: the times of a
+    step at the present length of the context, and the rate in tokens per millisecond. The rate is
+    an exponential average that begins at the known gain, or at the break-even point.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Measures, when a bundle is first opened on a machine, what passes and drafts cost there.
 
-Nobody has to run `tune` for drafting to be safe: with these costs trees are sized by the tokens
-that a millisecond is expected to give, and drafting rests where it does not pay (see
-pace/adaptive.py). `tune` decodes real prompts as well, and finds more.
+Drafting is safe without `tune`: with these costs trees are sized by the tokens that a millisecond
+is expected to give, and drafting rests where it does not pay (see pace/adaptive.py). `tune` decodes
+real prompts as well, and finds more.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def measure_passes(
 
 
 def _repeat_rows(target: Target, num_rows: int) -> None:
-    """Makes so many committed rows of those that there are."""
+    """Repeats the committed rows until there are `num_rows`."""
     if target.length < num_rows:
         rows, times = target.copy_rows(target.length), -(-num_rows // target.length)
         repeated = {name: np.tile(kept, (1, times, 1)) for name, kept in rows.items()}

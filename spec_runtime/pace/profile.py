@@ -59,7 +59,7 @@ Rate = Annotated[float, Ge(0), Le(1e9)]
 NumNodes = Annotated[float, Ge(1), Le(bundles.LARGEST_SIZE)]
 Spread = Annotated[float, Ge(1), Le(1e9)]
 
-MOST_POINTS = 1000  # of a curve, of which each step reads all
+MOST_POINTS = 1000  # of a curve; each step reads all of them
 PassTimes = Annotated[tuple[tuple[NumNodes, Milliseconds], ...], Len(1, MOST_POINTS)]
 
 
@@ -310,7 +310,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Profile:
-    """Returns the profile of which `to_json` made `data`; raises UserError if it is damaged."""
+    """Returns the profile that `to_json` wrote as `data`; raises UserError if it is damaged."""
     stored = mapping.from_mapping(_StoredProfile, data, "profile")
     candidates = tuple(each.candidate() for each in stored.candidates)
     values = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Profile)}

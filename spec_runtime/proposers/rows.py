@@ -71,7 +71,7 @@ class LastFeature:
         self.take(features_TF)
 
     def add(self, token: int) -> None:
-        """Takes the root, of which nothing is read."""
+        """Takes the root, and reads nothing of it."""
 
     def commit(self, step: Step) -> None:
         self.take(step.features)

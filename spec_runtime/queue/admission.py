@@ -99,5 +99,5 @@ class Place:
         self._admission.leave(self, wholly=False)
 
     def leave(self) -> None:
-        """Gives all back, as the answer was read to its end or nobody reads it."""
+        """Gives all back: the answer was read to its end, or its reader has left."""
         self._admission.leave(self, wholly=True)

@@ -44,7 +44,7 @@ class EngineQueue:
         self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")
         self._compiler = ThreadPoolExecutor(MAX_COMPILING, "spec_runtime.compile")
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
-        # Of what follows. Event loops take it, so that nobody holds it over work.
+        # Guards what follows. Event loops take it, so that it is never held over work.
         self._lock = threading.Lock()
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # among them those that wait or run
         self._prepared: list[Job] = []  # with calls that have not begun
@@ -327,7 +327,7 @@ class Job:
         self._queue.answer(self)
 
     def _fail_early(self, error: BaseException) -> None:
-        """Tells the reader what is wrong with the request, of which nothing is answered."""
+        """Tells the reader what is wrong with the request, which gets no answer."""
         self._is_ended = True
         self._calls = ()
         self._post(error)

@@ -166,7 +166,7 @@ class Sampler:
 
     `path` holds the tokens between the committed ones and that token; it is read only if
     `reads_path` is set. reads_top: the largest logits settle most draws, see
-    `draw_from_top`. `masks` are those of the request's grammar.
+    `draw_from_top`. `masks` come from the request's grammar.
     """
 
     def __init__(

@@ -13,13 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from spec_runtime.errors import UserError
-from spec_runtime.files.mapping import brief
-from spec_runtime.options import declared, meant_by
+from spec_runtime.files.mapping import brief, expected_by
+from spec_runtime.options import meant_by
 from spec_runtime.queue.admission import QueueFull
-from spec_runtime.sampling import SamplingParams
 from spec_runtime.serve.ignored import DEFAULTS
+from spec_runtime.serve.openai.schemas import SAMPLED_FIELDS
 
 MAX_MESSAGE = 1200  # characters
 MOST_PROBLEMS = 1000  # of a body, that are looked at
@@ -43,6 +44,7 @@ INSTEAD = {
         ("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"),
         "'max_tokens'",
     ),
+    "max_tokens": "'max_output_tokens'",  # unknown to one API only
     "repeat_penalty": "'repetition_penalty'",
     **dict.fromkeys(("stop_strings", "stop_words", "until"), "'stop'"),
     **dict.fromkeys(("guided_json", "json_schema"), "'response_format' of type 'json_schema'"),
@@ -95,7 +97,7 @@ class ApiError(HTTPException):
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, so that nobody reads the answer."""
+    """The client has closed its connection, and will not read the answer."""
 
 
 def internal_error() -> ApiError:
@@ -199,10 +201,27 @@ async def _refused(request: Request, error: Exception) -> Response:
 def _reworded(request: Request, error: HTTPException) -> ApiError:
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
-        message, code = f"Invalid URL ({request.method} {request.url.path})", "unknown_url"
+        message = f"Invalid URL ({request.method} {request.url.path}){_meant(request)}"
+        code = "unknown_url"
     elif error.status_code == 400:  # bytes that are not UTF-8, numbers too long to be read
         message = "The body is not JSON in UTF-8."
     return ApiError(error.status_code, message, code=code, headers=error.headers)
+
+
+def _meant(request: Request) -> str:
+    """Returns what an error adds if the address is a known one but for a "/v1" before it."""
+    path = request.url.path
+    rest = path
+    while rest == "/v1" or rest.startswith("/v1/"):
+        rest = rest.removeprefix("/v1")
+    for known in (f"/v1{rest}", rest):
+        scope = {**request.scope, "path": known}
+        if known != path and any(
+            route.matches(scope)[0] is not Match.NONE for route in request.app.routes
+        ):
+            what = "misses /v1" if len(known) > len(path) else "has one /v1 too many"
+            return f": got an address that {what}, expected {known}; mend the client's base address"
+    return ""
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -212,7 +231,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Ends a request whose client left: nobody reads this response."""
+    """Ends a request whose client left, with a response that is never read."""
     request.scope["log"]["gone"] = True
     return Response(status_code=GONE)
 
@@ -246,11 +265,10 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"We could not parse the JSON body of your request: {why}.")
     name = _named(place)
-    instead = _instead(name)
     if kind == "extra_forbidden":  # the place ends with the unknown field, whatever its name is
         outer, field = _named(place[:-1]), brief(place[-1], 80)
         name = f"{outer}.{field}" if outer else field
-        message = f"Unrecognized request argument supplied: {name}{instead}"
+        message = f"Unrecognized request argument supplied: {name}{_instead(name)}"
         return ApiError(400, message, param=name)
     if kind == "value_error" and not place:  # two fields that do not go together
         return ApiError(400, problem["msg"].removeprefix("Value error, ") + ".")
@@ -260,9 +278,12 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == "missing":
         message = f"Missing required parameter: '{name}'."
         return ApiError(400, message, param=name, code="missing_required_parameter")
-    what = problem["msg"].removeprefix("Value error, ")
+    instead = _instead(name) if kind == "none_required" else ""
+    expected = expected_by(problem, "null")
+    if kind == "value_error":  # of ours: "Value error, expected …"
+        expected = problem["msg"].partition(" expected ")[2]
     got = brief(repr(problem.get("input")), 80)
-    message = f"Invalid '{name}': got {got}, {what[:1].lower() + what[1:]}{instead}."
+    message = f"Invalid '{name}': got {got}, expected {expected}{instead}."
     return ApiError(400, message, param=name, code="invalid_value")
 
 
@@ -272,8 +293,8 @@ def _instead(name: str) -> str:
         return f"; use {INSTEAD[name]}"
     if name in DEFAULTS:
         return f"; here it is always {json.dumps(DEFAULTS[name])}"
-    meant = meant_by(name, declared(SamplingParams))
-    return f"; use '{meant}'" if meant else ""
+    meant = meant_by(name, SAMPLED_FIELDS)
+    return f"; use '{meant}'" if meant not in (None, name) else ""
 
 
 def _named(place: Sequence[Any]) -> str:

@@ -44,9 +44,14 @@ AUTHORITY = "specsplit.authority"  # the key of a scope: the server's name in a 
 MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (
     *OPEN_PATHS,
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"),
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/metrics",
     *(MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES),
-    *("/tokenize", "/detokenize", "/tokenizer_info"),
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
 )
 
 access = logging.getLogger("spec_runtime.access")

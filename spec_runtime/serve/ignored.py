@@ -13,10 +13,24 @@ HEADER = "X-Specsplit-Ignored"
 # Change no token, whatever their values are.
 NO_EFFECT = frozenset(
     (
-        *("cache_salt", "kv_transfer_params", "priority", "request_id", "rid", "detokenize"),
-        *("id_slot", "slot_id", "timings_per_token", "return_progress"),
-        *("keep_alive", "ttl", "usage", "provider"),
-        *("num_draft_tokens", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
+        "cache_salt",
+        "kv_transfer_params",
+        "priority",
+        "request_id",
+        "rid",
+        "detokenize",
+        "id_slot",
+        "slot_id",
+        "timings_per_token",
+        "return_progress",
+        "keep_alive",
+        "ttl",
+        "usage",
+        "provider",
+        "num_draft_tokens",
+        "speculative.n_max",
+        "speculative.n_min",
+        "speculative.p_min",
     )
 )
 # Change nothing where they have these values, other servers' defaults, or are null.

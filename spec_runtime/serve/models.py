@@ -44,7 +44,7 @@ class OpenModel:
         return self._idle.is_set()
 
     def lend(self, num_users: int = 1) -> OpenModel:
-        """Counts further users, each of which calls `give_back` in the end."""
+        """Counts further users; each calls `give_back` when it is done."""
         self._num_users += num_users
         if self._num_users:
             self._idle.clear()
@@ -56,7 +56,7 @@ class OpenModel:
             self._idle.set()
 
     async def close(self) -> None:
-        """Closes the bundle once nobody uses it any more."""
+        """Closes the bundle once it has no more users."""
         await self._idle.wait()
         await self.service.close()
 

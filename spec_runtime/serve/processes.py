@@ -281,7 +281,7 @@ class Workers(Multiprocess):
         return worker
 
     def terminate_all(self) -> None:
-        """Stops all; closes the socket first, so that nobody waits in its queue in vain."""
+        """Stops all; closes the socket first, so that no client waits in its queue in vain."""
         for each in self.sockets:
             each.close()
         super().terminate_all()

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that begins here
 try:
     from ray import serve
 except ModuleNotFoundError as error:
-    message = "Ray Serve is not installed: pip install 'specsplit[ray]'"
+    message = f"Ray Serve is not installed: {install('ray')}"
     raise ModuleNotFoundError(message, name="ray") from error
 
 from pydantic import ConfigDict, Field, create_model, model_validator

@@ -311,8 +311,7 @@ class Service:
         if len(ids) > most:
             raise ApiError(
                 400,
-                f"This server takes prompts of at most {most} tokens. However, yours has "
-                f"{len(ids)} tokens.",
+                f"got a prompt of {len(ids)} tokens, expected at most {most} at this server",
                 param=field,
                 code="context_length_exceeded",
             )
@@ -336,7 +335,8 @@ class Service:
 
     def _require_few(self, num_choices: int) -> None:
         if num_choices > self.settings.max_choices:
-            message = f"This server gives at most {self.settings.max_choices} answers a request."
+            most = self.settings.max_choices
+            message = f"got {num_choices} answers in one request, expected at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def _with(self, drafter: str | None) -> Callable[[Engine], Engine]:

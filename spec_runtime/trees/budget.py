@@ -157,7 +157,7 @@ Growth = Grown | Static | Drawn | AlongTruth
 class Budget:
     """Limits one tree: `max_nodes` counts the root, `max_depth` (the root has depth 0) keeps the
     draft inside what may still be generated; `growth` says which nodes to take. With a `coupling`
-    the probabilities of grown trees are those of being drawn with its noise."""
+    the probabilities of grown trees say how likely its noise draws a node."""
 
     max_nodes: int
     max_depth: int | None = None

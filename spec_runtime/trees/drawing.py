@@ -179,7 +179,7 @@ def accepted_tree_svg(
     picture can be read in a dark page too. Raises UserError if `path` is not a path from the root,
     or if there is not one text a node.
 
-    Example: root 5 with children 7 and 8, of which 8 is accepted: path [0, 2]; node 2 stands to
+    Example: root 5 has children 7 and 8, and 8 is accepted: path [0, 2]; node 2 stands to
     the right of the root, node 1 below node 2, the bonus to the right of node 2.
     """
     picture = accepted_tree(tree, path, texts, bonus_text)

@@ -113,7 +113,7 @@ class TokenTree:
         assert all(parent < node for node, parent in enumerate(parents[1:], 1)), parents
 
     def first(self, num_nodes: int) -> TokenTree:
-        """Returns the tree of the first nodes, of those that were not drawn."""
+        """Returns the first `num_nodes` nodes of a tree whose children were not drawn."""
         if num_nodes >= self.num_nodes:
             return self
         log_prob_N = None if self.log_prob_N is None else self.log_prob_N[:num_nodes]

@@ -18,6 +18,7 @@ from small import ACCURACY, CALIBRATION, write_small_bundle
 
 from spec_runtime import cli
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.files.installed import install
 from spec_runtime.trees import drawing
 from spec_runtime.trees.budget import RankPath
 from spec_runtime.trees.templates import searched
@@ -295,5 +296,5 @@ def test_png_without_matplotlib_names_the_extra(
     code, _, err = show("--tree", "--png", tmp_path / "t.png")
     assert (code, err.count("\n")) == (2, 1)
     assert "matplotlib is not installed" in err
-    assert "specsplit[figures]" in err
+    assert install("figures") in err
     assert not (tmp_path / "t.png").exists()

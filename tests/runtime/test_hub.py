@@ -23,6 +23,7 @@ import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 from spec_runtime.hub.client import Repository
 from spec_runtime.hub.pull import Progress, open_cached, pull
 from spec_runtime.hub.push import push
@@ -452,7 +453,5 @@ def test_without_the_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     code, _, err = run("pull", NAME)
     assert code == 2
-    assert err == (
-        "error: huggingface_hub is not installed, which this command needs; run pip install "
-        "'specsplit[hub]'\n"
-    )
+    what = "huggingface_hub is not installed, which this command needs"
+    assert err == f"error: {what}; run {install('hub')}\n"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small
-from served import COMPLETIONS, choice_of, metrics, post, served, stream, toy_engine
+from served import COMPLETIONS, choice_of, in_process, metrics, post, stream, toy_engine
 
 from spec_runtime import Engine, TokenLogprob
 from spec_runtime.batch.batch import Batch, Pass
@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0, "echo": True}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    with served() as running, running.client() as made:
+    with in_process() as made:
         yield made
 
 
@@ -130,7 +130,7 @@ def test_prompts_are_scored_beside_other_calls() -> None:
     prompts = [f"{'ab' * n} say" for n in range(1, 9)]
     engine = small.toy_engine()
     expected = {each: scored(engine, engine.encode(each, raw=True), 1) for each in prompts}
-    with served(small.toy_engine(), parallel=3) as running, running.client() as client:
+    with in_process(small.toy_engine(), parallel=3) as client:
 
         def ask(prompt: str) -> list[Any]:
             body = {"prompt": prompt, "max_tokens": 5, "temperature": 0}

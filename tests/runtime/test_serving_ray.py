@@ -44,6 +44,7 @@ import tiny_bundle  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
+from spec_runtime.files.installed import install  # noqa: E402
 from spec_runtime.serve import ray_app  # noqa: E402
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
@@ -266,7 +267,7 @@ def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "spec_runtime.serve.ray_app")
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module("spec_runtime.serve.ray_app")
-    assert str(caught.value) == "Ray Serve is not installed: pip install 'specsplit[ray]'"
+    assert str(caught.value) == f"Ray Serve is not installed: {install('ray')}"
 
 
 def test_the_examples_config_is_one_of_ray_and_of_ours() -> None:

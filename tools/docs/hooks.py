@@ -7,6 +7,7 @@ Nothing that is drawn or generated here is committed. In a page's Markdown
     <!-- cli: spec_runtime -->  the command's verbs and options (reference.py)
     <!-- options: MODULE.CLASS --> the options that a class declares
     <!-- manifest -->           the manifest's schema
+    <!-- figures: TABLE -->     a table of measured figures (render.py)
     <!-- include: FILE -->      a Markdown file of the repository instead of the whole page
 
 and README.md is the site's first page.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # `mkdocs` begins without the working folder there
+from tools.docs import render  # noqa: E402
+
 FENCE = re.compile(r"^```(diagram|math)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MEASURED = re.compile(
     r"^Measured: `\S*?(?P<name>[\w-]+)\.json`.*?commit `(?P<commit>\w+)`", re.MULTILINE
@@ -47,6 +52,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replaces fences and markers by what they stand for."""
     try:
+        if page.file.src_uri != "index.md":  # README.md has its tables
+            markdown = render.filled(markdown)
         markdown = FIGURES.sub("", markdown)
         markdown = MEASURED.sub(_with_age, _included(markdown))
         markdown = FENCE.sub(_drawn, markdown)

@@ -1,11 +1,12 @@
-"""Writes measured figures from JSON into the marked tables of README.md and docs/.
+"""Writes measured figures from JSON: into README.md, and into the pages when the site is built.
 
     python -m tools.docs.render [--check]
 
-A block is everything between `<!-- figures: NAME [ARGUMENT] -->` and `<!-- /figures -->`: one of
-the tables of tables.toml, such as `sweep int8`, or `source FILE`, the line under it. Figures are
-never typed by hand, so that a new measurement needs this command and no editing. With --check
-nothing is written: the exit code is 1 if a block is not what its JSON says.
+A marker `<!-- figures: NAME [ARGUMENT] -->` stands for one of the tables of tables.toml, such as
+`sweep int8`, or for `source FILE`, the line under it. In README.md the table is kept, as a block
+that ends with `<!-- /figures -->`; the command renders it anew. In a page of docs/ there is only
+the marker, and hooks.py puts the table there. Figures are never typed by hand. With --check nothing
+is written: the exit code is 1 if a block is not what its JSON says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.docs import rows
@@ -28,6 +29,8 @@ BLOCK = re.compile(
     r"(?P<begin><!-- figures: (?P<name>[^>]+?) -->)(?P<body>.*?)(?P<end><!-- /figures -->)",
     re.DOTALL,
 )
+
+MARKER = re.compile(r"^<!-- figures: (?P<name>[^>]+?) -->$", re.MULTILINE)
 
 
 def render(name: str) -> str:
@@ -92,31 +95,28 @@ def rendered(text: str) -> str:
     return BLOCK.sub(lambda block: block["begin"] + render(block["name"]) + block["end"], text)
 
 
-def documents() -> Iterator[Path]:
-    """Yields every Markdown file that may hold a block."""
-    yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").rglob("*.md"))
+def filled(text: str) -> str:
+    """Returns a page's text with the table of each marker."""
+    return MARKER.sub(lambda marker: marker[0] + render(marker["name"]), text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a block is stale")
     args = parser.parse_args()
-    stale = []
-    for file in documents():
-        text = file.read_text(encoding="utf-8")
-        try:
-            new = rendered(text)
-        except FigureError as error:
-            print(f"error: {file.relative_to(ROOT)}: {error}", file=sys.stderr)
-            return 2
-        if new != text:
-            stale.append(file.relative_to(ROOT))
-            if not args.check:
-                file.write_text(new, encoding="utf-8")
-    for each in stale:
-        print(f"{each}: {'is not what its JSON says' if args.check else 'rendered'}")
-    return 1 if args.check and stale else 0
+    file = ROOT / "README.md"
+    text = file.read_text(encoding="utf-8")
+    try:
+        new = rendered(text)
+    except FigureError as error:
+        print(f"error: {file.name}: {error}", file=sys.stderr)
+        return 2
+    if new == text:
+        return 0
+    if not args.check:
+        file.write_text(new, encoding="utf-8")
+    print(f"{file.name}: {'is not what its JSON says' if args.check else 'rendered'}")
+    return 1 if args.check else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,17 @@ import json
 from tools.docs.results import ROOT, Row, load, pivot, rows_of, value
 
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+UNTUNED = {  # by results file
+    "fp32": "demo fp32",
+    "int8": "demo int8",
+    "int4": "demo int4",
+    "zen3-int8": "demo int8, Zen 3",
+    "zen3-int4": "demo int4, Zen 3",
+    "qwen-fp32": "0.5B fp32",
+    "qwen-fp32-lookup": "0.5B fp32 again",
+    "qwen-int8": "0.5B int8",
+    "qwen-int4": "0.5B int4",
+}
 SHIPPED = ROOT / "spec_export/assets/drafters/smollm2-135m-instruct"
 
 
@@ -117,6 +128,16 @@ def rivals(which: str) -> list[Row]:
 
 def rivals_missing(_: str) -> list[Row]:
     return [*load("rivals")["left_out"], *load("rivals")["failed"]]
+
+
+def untuned(_: str) -> list[Row]:
+    """Returns a row for each bundle and drafter, with its speed-ups by kind of prompt."""
+    rows = [
+        {**row, "what": f"{bundle}, {row['drafter'].replace('parallelspec+', 'drafter and ')}"}
+        for name, bundle in UNTUNED.items()
+        for row in rows_of(f"untuned-{name}", "rows")
+    ]
+    return pivot(rows, "what", "prompts")
 
 
 def quality(_: str) -> list[Row]:

@@ -48,12 +48,29 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 # Keys that are read, or that change nothing here.
 KNOWN = (
-    *("target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id", "block_size"),
-    *("shift_label", "sample_from_anchor", "markov_rank", "use_confidence_head"),
-    *("enable_confidence_head", "confidence_head_with_markov", "num_anchors", "max_anchors"),
-    *("sliding_window_non_causal", "dflash_config", "transformer_layer_config"),
-    *("rope_theta", "rope_scaling", "is_causal", "causal"),
-    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "target_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "mask_token_id",
+    "block_size",
+    "shift_label",
+    "sample_from_anchor",
+    "markov_rank",
+    "use_confidence_head",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "num_anchors",
+    "max_anchors",
+    "sliding_window_non_causal",
+    "dflash_config",
+    "transformer_layer_config",
+    "rope_theta",
+    "rope_scaling",
+    "is_causal",
+    "causal",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
 )
 # Parts of tensors' names, ^ before their beginning, and whose they are.
 REFUSED = {

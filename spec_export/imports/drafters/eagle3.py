@@ -47,13 +47,22 @@ ONLY: dict[str, tuple[Any, ...]] = {
 COPIED = ("qwen2", "phi3")
 # Keys of a nested `eagle_config` that are read, or change nothing here.
 NESTED = (
-    *("eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_output"),
-    *("norm_before_residual", "num_aux_hidden_states", "eagle_architecture"),
+    "eagle_aux_hidden_state_layer_ids",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_output",
+    "norm_before_residual",
+    "num_aux_hidden_states",
+    "eagle_architecture",
     "parallel_draft_heads_num_layers",
 )
 TOP = (
-    *("transformer_layer_config", "eagle_config", "speculators_model_type", "target_layer_ids"),
-    *("rope_theta", "rope_scaling"),
+    "transformer_layer_config",
+    "eagle_config",
+    "speculators_model_type",
+    "target_layer_ids",
+    "rope_theta",
+    "rope_scaling",
 )
 # Beginnings of tensors' names that change nothing: copies of the target's and derived ones.
 HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")

@@ -148,7 +148,7 @@ def _write(exported: Exported, search: dict[str, int], out: Path) -> None:
         weights = folder / exported.weights_file
         about = {"format": "pt", SEARCH_KEY: json.dumps(search)}
         safetensors.torch.save_file(tensors, weights, about)
-        shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody else read it
+        shutil.copymode(folder / "config.json", weights)  # safetensors makes it private
 
 
 def _turned(weight: Tensor) -> Tensor:
@@ -354,10 +354,27 @@ class _Blocks(_Eagle3):
 
 # Fields of a block drafter that its form says, or that tell of training and search only.
 SAID = (
-    *("taps", "layers", "block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "rope"),
-    *("own_head", "top_k", "anchor_fraction", "soft_weight", "decay", "norm_eps"),
-    *("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "hidden_size"),
-    *("sliding_layers", "window", "causal_layers"),
+    "taps",
+    "layers",
+    "block_size",
+    "mask_token_id",
+    "sample_from_anchor",
+    "markov_rank",
+    "rope",
+    "own_head",
+    "top_k",
+    "anchor_fraction",
+    "soft_weight",
+    "decay",
+    "norm_eps",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "hidden_size",
+    "sliding_layers",
+    "window",
+    "causal_layers",
 )
 
 

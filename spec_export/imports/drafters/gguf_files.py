@@ -33,9 +33,17 @@ KEYS = {
     "rope.dimension_count": "rotary_dim",
 }
 HARMLESS = (
-    *("embedding_length", "target_hidden_size", "feed_forward_length", "context_length"),
-    *("block_count", "vocab_size", "attention.key_length", "attention.value_length"),
-    *("has_confidence_head", "enable_confidence_head", "confidence_head_with_markov"),
+    "embedding_length",
+    "target_hidden_size",
+    "feed_forward_length",
+    "context_length",
+    "block_count",
+    "vocab_size",
+    "attention.key_length",
+    "attention.value_length",
+    "has_confidence_head",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
 )
 MASK_TOKEN = "tokenizer.ggml.mask_token_id"
 # Tensors' names without .weight, and those of the layers behind blk.i., with their names elsewhere.
@@ -56,7 +64,7 @@ PAIRED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # o
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What a file of some architecture has beside KEYS, NAMES and LAYER_NAMES."""
+    """What an architecture's files have in addition to KEYS, NAMES and LAYER_NAMES."""
 
     keys: dict[str, str]
     names: dict[str, str]

@@ -38,9 +38,20 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 # Keys that are read, repeat what shapes tell, or are about trees and training.
 KNOWN = (
-    *("medusa_num_heads", "medusa_num_layers", "version", "num_heads", "medusa_fc_bias"),
-    *("original_lm_head", "truncated_vocab_size", "medusa_hidden_size", "medusa_vocab_size"),
-    *("medusa_choices", "max_paths", "topk", "max_seq_len", "num_lookahead_tokens"),
+    "medusa_num_heads",
+    "medusa_num_layers",
+    "version",
+    "num_heads",
+    "medusa_fc_bias",
+    "original_lm_head",
+    "truncated_vocab_size",
+    "medusa_hidden_size",
+    "medusa_vocab_size",
+    "medusa_choices",
+    "max_paths",
+    "topk",
+    "max_seq_len",
+    "num_lookahead_tokens",
 )
 HEAD = re.compile(r"\d+\.\d+\.weight")
 

@@ -26,14 +26,37 @@ LAYER = {
 
 # Keys of published configs that tell of training, target or library, or repeat what shapes tell.
 HARMLESS_KEYS = (
-    *("torch_dtype", "auto_map", "_attn_implementation", "transformers_version", "_name_or_path"),
-    *("speculators_version", "speculators_config", "embed_requires_grad", "target_hidden_size"),
-    *("target_model_type", "target_text_model_type", "target_model_name_or_path", "modal_type"),
-    *("base_model_name_or_path", "num_target_layers", "draft_num_hidden_layers", "ttt_length"),
-    *("step_loss_decay", "draft_vocab_size", "org_vocab_size", "max_sequence_length"),
-    *("attention_head_dim", "use_qk_norm", "cla_share_factor", "dense_list", "pool_type"),
-    *("decoder_sparse_step", "router_aux_loss_coef", "num_aux_hidden_states"),
-    *("parallel_draft_heads_num_layers", "eagle_architecture"),
+    "torch_dtype",
+    "auto_map",
+    "_attn_implementation",
+    "transformers_version",
+    "_name_or_path",
+    "speculators_version",
+    "speculators_config",
+    "embed_requires_grad",
+    "target_hidden_size",
+    "target_model_type",
+    "target_text_model_type",
+    "target_model_name_or_path",
+    "modal_type",
+    "base_model_name_or_path",
+    "num_target_layers",
+    "draft_num_hidden_layers",
+    "ttt_length",
+    "step_loss_decay",
+    "draft_vocab_size",
+    "org_vocab_size",
+    "max_sequence_length",
+    "attention_head_dim",
+    "use_qk_norm",
+    "cla_share_factor",
+    "dense_list",
+    "pool_type",
+    "decoder_sparse_step",
+    "router_aux_loss_coef",
+    "num_aux_hidden_states",
+    "parallel_draft_heads_num_layers",
+    "eagle_architecture",
 )
 
 SLIDING = "sliding_attention"
@@ -110,8 +133,11 @@ def take_fc(
     named: Callable[[int, int, Reading], list[int]],
     found: Reading,
 ) -> tuple[Tensor, list[int]]:
-    """Takes fc, which reads the target's taps side by side, and returns it and the taps, those that
-    the user has given, or of this number and a target of so many layers those `named`."""
+    """Takes the matrix fc from the folder, and returns it with the taps that it reads side by side.
+
+    The number of taps follows from fc's width. The taps are those that the user has given;
+    otherwise `named` names them, from the number of taps and the target's number of layers.
+    """
     fc, width = folder.take("fc.weight"), target.hidden_size
     if fc.shape[1] % width:
         raise UserError(

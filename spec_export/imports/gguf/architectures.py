@@ -1,7 +1,7 @@
 """Says how the models of each GGUF architecture become transformers models: one table.
 
 An architecture needs a line that names the family, says how its file's tensors differ, and reads
-the keys that no other architecture has. A key that nobody reads is refused by its name.
+the keys that no other architecture has. A key that is not read is refused by its name.
 """
 
 from __future__ import annotations

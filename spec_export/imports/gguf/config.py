@@ -29,9 +29,16 @@ TOKENS = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 OFF = (  # keys that change nothing where they are 0
-    *("attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping"),
-    *("expert_count", "expert_used_count", "final_logit_softcapping", "nextn_predict_layers"),
-    *("leading_dense_block_count", "pooling_type", "rope.scaling.yarn_log_multiplier"),
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "expert_count",
+    "expert_used_count",
+    "final_logit_softcapping",
+    "nextn_predict_layers",
+    "leading_dense_block_count",
+    "pooling_type",
+    "rope.scaling.yarn_log_multiplier",
 )
 SCALES = ("embedding_scale", "logit_scale", "residual_scale")  # llama.cpp takes 0 for "unset"
 

@@ -60,13 +60,13 @@ WOVEN: dict[str, Parts] = {  # in gpt-oss
 class GGUFWeights(Mapping[str, Tensor]):
     """Maps transformers' names to float32 tensors, read anew each time.
 
-    Only the tensors that the file holds are in it. unread: those of the file that none of them is
-    made of. Raises UserError for a tensor that is damaged, of a type that cannot be read, or in
-    parts that do not fit each other.
+    The mapping has only the tensors that the file holds. unread: names the file's tensors from
+    which no tensor of the mapping is made. Raises UserError for a tensor that is damaged, has a
+    type that cannot be read, or consists of parts that do not fit each other.
     """
 
     def __init__(self, header: GGUFHeader, architecture: Architecture, model: Any) -> None:
-        """model: transformers' own, of which only config, names and shapes are read."""
+        """model: the model of transformers; only its config, names and shapes are read."""
         self._header, self._architecture, self._config = header, architecture, model.config
         joined = JOINED | (WOVEN if architecture.weaves else {})
         self._shapes = dict[str, tuple[int, ...]]()

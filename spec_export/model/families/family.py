@@ -168,7 +168,7 @@ class Family:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields of the config that this table reads, of those that other families ignore."""
+        """Names the config's fields that this family reads and others ignore."""
         scales = (
             *(self.embedding_scale, self.attention_scale),
             *(self.residual_scale, self.logit_scale),

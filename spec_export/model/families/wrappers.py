@@ -11,8 +11,14 @@ from typing import Any
 
 # By model_type; each has the config of its text part in the field `text_config`.
 WRAPPERS = (
-    *("gemma3", "mistral3", "llava", "smolvlm", "idefics3"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    "gemma3",
+    "mistral3",
+    "llava",
+    "smolvlm",
+    "idefics3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
 )
 # Text parts that have a name of their own, by the family whose layer they have. A row's three
 # positions, in time and in a picture, are equal without pictures, so that they rotate as one does.

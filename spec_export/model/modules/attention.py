@@ -91,7 +91,7 @@ def scatter_rows(cache_GSD: Tensor, update_GUD: Tensor, write_index: Tensor) -> 
 def write_rows(past: Tensor, new: Tensor, shared: SharedInputs) -> Tensor:
     """Keeps the last step's accepted rows and appends this step's, in a single scatter.
 
-    Example: the length is 10. The last step wrote rows 10 to 12, of which 10 and 12 were accepted.
+    Example: the length is 10. The last step wrote rows 10 to 12, and accepted rows 10 and 12.
     The new rows are x and y, and there is room to move A = 3 rows. With write_index 10, src [10,
     12, 0] and perm [0, 1, 3, 4, 2], rows 10 to 14 become old 10, old 12, x, y and a row that is not
     used.

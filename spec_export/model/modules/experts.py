@@ -1,4 +1,4 @@
-"""Defines the MLP of many experts, of which a router chooses a few for each row.
+"""Defines the MLP of many experts; a router chooses a few of them for each row.
 
 Letters: N rows of one step, D hidden width, E experts, I width inside an expert.
 """
@@ -18,8 +18,8 @@ class Experts(nn.Module):
     """Computes for each row the sum of its chosen experts' MLPs, weighted by the router.
 
     An expert computes down(gate · sigmoid(sharpness · gate) · (up + shift)). A row's result does
-    not depend on the other rows. Traced as one com.microsoft.MoE, which reads the weights of those
-    experts only that some row has chosen.
+    not depend on the other rows. It is traced as one com.microsoft.MoE, which
+    reads only the weights of experts that some row has chosen.
     """
 
     gate_up_bias: nn.Parameter | None

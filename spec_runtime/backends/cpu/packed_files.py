@@ -4,7 +4,8 @@ ONNX Runtime copies most weights into a layout of its own when it opens a graph:
 them again. Written to a file once, that layout is mapped read-only instead, so that processes share
 one copy, and opening is faster. The files lie in the user's cache folder, about twice as large as
 the bundle's. They are named by the hashes of graph and weights, so that no other bundle's are ever
-taken, and their own hashes lie beside them. Graphs of one target share one file of weights.
+taken, and a file in their folder has their own hashes. Graphs of one target share one file of
+weights.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ log = logging.getLogger("spec_runtime")
 
 
 def hashes_of(bundle: Bundle, graph: Graph) -> dict[Path, str]:
-    """Returns the SHA-256 of the graph's file and of those of its weights, by path, as the manifest
-    lists them. The graph is one that `require_known_graph` takes."""
+    """Returns the SHA-256 of the graph's file and of its files of weights, by path, as the manifest
+    lists them. The graph must be one that `require_known_graph` takes."""
     path, listed = bundle.file(graph.file), bundle.manifest.files
     weights = [path.parent / name for name in sorted(read_outline(path).weight_files)]
     hashes = {file: listed[file.relative_to(bundle.path).as_posix()] for file in weights}
@@ -53,10 +54,11 @@ def packed_file(
 ) -> Path | None:
     """Returns the ONNX file that holds the graph at `path` as ONNX Runtime `version` packs it here.
 
-    `hashes` are those of the graph's file and its weights', see `hashes_of`. The first time,
-    `write` makes GRAPH, and WEIGHTS if there are large ones, in the folder that it is given, once
-    the hashes are found to be right; a process that comes meanwhile waits. Files that were altered
-    since are packed anew, with a warning. Where they cannot be kept, this warns and returns None.
+    `hashes` has the hashes of the graph's file and its files of weights, see `hashes_of`. The first
+    time, `write` makes GRAPH, and WEIGHTS if there are large ones, in the folder that it is given,
+    once the hashes are found to be right; a process that comes meanwhile waits. Files that were
+    altered since are packed anew, with a warning. Where they cannot be kept, this warns and returns
+    None.
     """
     try:
         folder = cache_folder() / "packed" / _key(hashes, version)
@@ -112,14 +114,14 @@ def _make(
 
 
 def _seal(folder: Path, hashes: dict[str, str]) -> None:
-    """Writes the hashes of the files in `folder`, and their states, beside them."""
+    """Writes the hashes and states of the folder's files into the same folder."""
     states = {name: file_state(folder / name) for name in hashes}
     write_atomically(folder / SEAL, json.dumps({"hashes": hashes, "states": states}))
 
 
 def _share_weights(new: Path, wanted: str | None) -> None:
-    """Has the folder `new` share its weights with those beside it that hold the same bytes: graphs
-    of one target for several numbers of lanes do. `wanted` is their hash, None for no weights."""
+    """Replaces the weights in `new` by a link to those of a neighbouring folder, if they have the
+    hash `wanted`, as graphs of one target for several numbers of lanes do."""
     same = []
     for folder in new.parent.iterdir():
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ from spec_runtime.serve.openai.replies import ShownCalls
 from spec_runtime.serve.streams import typed_event_of
 
 Object = dict[str, Any]
-# Blocks as they begin in a stream. Nobody checks a signature here, but clients expect one.
+# Blocks as they begin in a stream. The signature is checked nowhere, but clients expect one.
 _BEGUN: dict[str, Object] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},

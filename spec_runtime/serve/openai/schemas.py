@@ -68,8 +68,13 @@ OPENAIS: dict[str, Any] = {
 }
 # Those that have other names here, and those that OpenAI's clients have no use for.
 NOT_SERVED = (
-    *("max_new_tokens", "logprobs", "acceptance", "typical_epsilon", "typical_delta"),
-    *("draw_widths", "draw_with_replacement"),
+    "max_new_tokens",
+    "logprobs",
+    "acceptance",
+    "typical_epsilon",
+    "typical_delta",
+    "draw_widths",
+    "draw_with_replacement",
 )
 
 
@@ -301,7 +306,7 @@ class CompletionRequest(_Request):
         if self.best_of is not None and self.best_of != self.num_choices:
             raise UserError("'best_of' has to equal 'n': this server drops no answer")
         if not self.prompts:
-            raise UserError("'prompt' has to hold at least one prompt")
+            raise UserError("got prompt [], expected at least one prompt")
         return self
 
     @property

@@ -32,8 +32,17 @@ ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
 # Fields that a response repeats as they were asked for.
 REPEATED = (
-    *("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id"),
-    *("metadata", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
+    "instructions",
+    "max_output_tokens",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "metadata",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
 )
 
 
