@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gates
 import pytest
-from served import CHAT, COMPLETIONS, HELLO
+from served import CHAT, COMPLETIONS, HELLO, in_process
 from small import Run
 from test_trials import BOMB, as_format
 
@@ -256,15 +256,16 @@ def test_what_cannot_be_served_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_conversations_in_turn_are_kept_for_both(bundle: Path, tmp_path: Path) -> None:
+def test_conversations_in_turn_are_kept_for_both(bundle: Path) -> None:
     talks = [[{"role": "user", "content": letter * 40}] for letter in "ab"]
     cached: list[list[int]] = [[], []]
     asked = []
-    with running(bundle, tmp_path / "log", "--kept-mb", "1") as (_, url):
+    engine = spec_runtime.load(bundle, kept_mb=1, profile=False)
+    with in_process(engine, parallel=1) as client:
         for _ in range(2):
             for number, talk in enumerate(talks):
                 body = {"messages": talk, "max_tokens": 4, "temperature": 0}
-                reply = httpx.post(url + CHAT, json=body, timeout=PATIENCE).json()
+                reply = client.post(CHAT, json=body).json()
                 asked.append((list(talk), reply["choices"][0]["message"]["content"]))
                 usage = reply["usage"]
                 cached[number].append(usage["prompt_tokens_details"]["cached_tokens"])
