@@ -197,10 +197,11 @@ class Chat(Api):
 
     def written(self, result: GenerationResult, size: int) -> list[Said]:
         writer = ChatWriter("toy", TEXTS)
-        chunks = chunks_of(result, size)
-        streamed = self.choice_of([part for each in chunks for part in writer.parts(0, each)])
+        parts = [part for each in chunks_of(result, size) for part in writer.parts(0, each)]
         whole = ChatWriter("toy", TEXTS).whole(0, result)
-        return [self.read({"choices": [each]}) for each in (streamed, whole)]
+        found = [self.read({"choices": [each]}) for each in (self.choice_of(parts), whole)]
+        found[0].events = parts
+        return found
 
 
 class Completions(Chat):
@@ -319,9 +320,11 @@ class Responses(Api):
         reply, other = (ResponseReply("toy", {}, TEXTS, kept.append) for _ in range(2))
         chunks = chunks_of(result, size)
         events = [event for each in chunks for event in reply.parts(each, result.form)]
-        found = [self.joined(events), other.whole([result])]
-        assert kept == found
-        return [self.read(each) for each in found]
+        answers = [self.joined(events), other.whole([result])]
+        assert kept == answers
+        found = [self.read(each) for each in answers]
+        found[0].events = events
+        return found
 
 
 class Messages(Api):
@@ -381,6 +384,7 @@ class Messages(Api):
                 said.calls.append((block["name"], block["input"]))
                 said.ids.append(block["id"])
             elif block["type"] == "thinking":
+                assert block["signature"] == ""
                 said.thoughts += block["thinking"]
             else:
                 said.text += block["text"]
@@ -395,7 +399,10 @@ class Messages(Api):
         reply, other = (MessageReply("toy", shows) for _ in range(2))
         events = [event for each in chunks_of(result, size) for event in reply.parts(each)]
         start = {"type": "message_start", "message": {"content": [], "usage": {}}}
-        return [self.read(each) for each in (self.joined([start, *events]), other.whole([result]))]
+        streamed, whole = self.joined([start, *events]), other.whole([result])
+        found = [self.read(each) for each in (streamed, whole)]
+        found[0].events = events
+        return found
 
 
 def _json_or_text(text: str) -> Any:

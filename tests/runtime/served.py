@@ -103,6 +103,19 @@ def app_of(engine: Engine, settings: Settings) -> Any:
     return make_app(models_of(Service(engine, settings)), settings)
 
 
+def prompts_read(patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Returns the list of what prompts become from now on: the toy's texts say little of theirs."""
+    found: list[list[int]] = []
+    check = Service.check_prompt
+
+    def recording(service: Service, ids: list[int], field: str) -> list[int]:
+        found.append(check(service, ids, field))
+        return ids
+
+    patch.setattr(Service, "check_prompt", recording)
+    return found
+
+
 @contextmanager
 def in_process(engine: Engine | None = None, **settings: Any) -> Iterator[TestClient]:
     """Gives a client of an app without a port, for tests to which connections are nothing."""

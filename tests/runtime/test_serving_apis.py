@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -27,6 +28,7 @@ from served import (
     held,
     in_process,
     post,
+    prompts_read,
     tool_engine,
     toy_engine,
 )
@@ -107,8 +109,13 @@ def test_an_answer_is_the_engines(client: Any, api: Api) -> None:
         (MESSAGES_API, {"system": "Be brief."}),
     ],
 )
-def test_the_systems_message_stands_before_everything(client: Any, api: Api, asked: Any) -> None:
-    assert api.answer(client, **asked).text == api.generate(messages=[BRIEF, *HELLO]).text
+def test_the_systems_message_stands_before_everything(
+    client: Any, api: Api, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = toy_engine().encode([BRIEF, *HELLO])
+    prompts = prompts_read(monkeypatch)
+    api.answer(client, **asked)
+    assert prompts == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -170,12 +177,14 @@ def test_log_probabilities_are_the_engines(client: Any) -> None:
     assert shown() == [{**entry, "top_logprobs": []} for entry in entries]
 
 
-def test_an_answer_that_has_begun_goes_on(client: Any) -> None:
-    expected = MESSAGES_API.generate(messages=BEGUN, continue_final=True)
+def test_an_answer_that_has_begun_goes_on(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = toy_engine().encode(BEGUN, continue_final=True)
+    prompts = prompts_read(monkeypatch)
     blocks = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "I am"}]}]
     for messages in (BEGUN, blocks):
-        assert MESSAGES_API.answer(client, messages=messages).text == expected.text
-    assert MESSAGES_API.generate(messages=BEGUN).text != expected.text
+        MESSAGES_API.answer(client, messages=messages)
+    assert prompts == [expected] * 4
+    assert expected != toy_engine().encode(BEGUN)
 
 
 def test_a_stream_says_first_what_the_prompt_has_and_last_what_was_reused(client: Any) -> None:
@@ -207,8 +216,20 @@ def test_tokens_are_counted_as_they_are_read(client: Any) -> None:
 def test_an_answer_fits_its_schema(calling: Any, api: Api) -> None:
     said = api.answer(calling, 90, schema=PERSON)
     assert (set(json.loads(said.text)), said.ending) == ({"name"}, "stop")
+    if api is RESPONSES_API:
+        assert said.whole["text"] == api.format(PERSON)["text"]
     format = CHAT_API.format(PERSON)["response_format"]
     assert said.text == tool_engine().generate(HELLO, response_format=format).text
+
+
+def test_an_answer_fits_its_expression_or_grammar(calling: Any) -> None:
+    for format, fits in (
+        ({"type": "regex", "regex": "[0-9]{3}-[ab]{2}"}, "[0-9]{3}-[ab]{2}"),
+        ({"type": "ebnf", "grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"type": "text"}, ".+"),
+    ):
+        text = CHAT_API.answer(calling, response_format=format).text
+        assert re.fullmatch(fits, text, re.DOTALL)
 
 
 @each_api
@@ -286,7 +307,9 @@ def test_calls_follow_the_thinking_and_the_text_before_them(
 ) -> None:
     begin = "" if is_begun else "<think>"
     result = thoughtful(f"{begin}\nHm, {{}}.\n</think>\n\nLet me see. {CALL}\n{CALL}", is_begun)
-    for said in api.written(result, size):
+    found = api.written(result, size)
+    assert size > 1 or len(found[0].events) > 50, "thinking and calls in pieces, too"
+    for said in found:
         assert (said.thoughts, said.text.strip()) == ("Hm, {}.", "Let me see.")
         assert said.calls == [("look_up", {"name": "Ada"})] * 2
         assert (said.ending, len(set(said.ids))) == ("calls", 2)
@@ -503,12 +526,14 @@ def test_an_answer_that_takes_too_long_is_504_or_a_streams_last_event(api: Api) 
     """With the text so far, which a stream has given already."""
     message = "The answer was not complete after 0.4 s, the most that this server allows."
     with held(num_runs=2, timeout=0.4) as (_, client, _):
-        reply = client.post(api.path, json=api.body(30))
+        several = {"n": 2} if api in (CHAT_API, COMPLETIONS_API) else {}
+        reply = client.post(api.path, json=api.body(30, **several))
     assert reply.status_code == 504
     error = api.error(reply)
     assert (error["type"], error["message"]) == ("timeout_error", message)
     assert error.get("code") == (None if api is MESSAGES_API else "timeout")
     (partial,) = error["partial"]
+    assert partial["index"] == 0
     assert 0 < len(partial["text"]) < 30
     assert api.generate(30).text.startswith(partial["text"])
     with held(num_runs=2, timeout=0.4) as (_, client, runs):
@@ -605,6 +630,8 @@ def test_other_errors_have_the_apis_form(api: Api) -> None:
         refused(413, "20000 bytes", content=b" " * 20_001, headers=key | form)
         refused(404, f"Invalid URL (POST {api.path}/a/b)", url=f"{api.path}/a/b", json={})
         refused(405, f"Invalid URL (PUT {api.path})", "PUT")
+        other = client.post("/v1/messagesx", json={}, headers=key)
+        assert set(other.json()) == {"error"}, "OpenAI's form"
 
 
 def test_messages_without_a_chat_template_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from apis import APIS
-from served import HELLO, RESPONSES, in_process, post, stream, toy_engine
+from served import HELLO, RESPONSES, in_process, post, prompts_read, stream, toy_engine
 
 from spec_runtime.serve.errors import ApiError
 from spec_runtime.serve.responses import store
@@ -29,39 +29,40 @@ def text_of(response: Any) -> str:
     return RESPONSES_API.read(response).text
 
 
-def test_a_conversation_goes_on_from_a_kept_response(client: Any) -> None:
-    engine, messages = toy_engine(), [*HELLO]
-    previous, more = None, {"temperature": 0, "max_output_tokens": 9}
+def test_a_conversation_goes_on_from_a_kept_response(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instructions are those of one request."""
+    prompts, messages, previous = prompts_read(monkeypatch), list[Any](), None
     for text in ("hello", "and you?", "well"):
-        body = {**more, "input": text, "previous_response_id": previous}
+        messages.append({"role": "user", "content": text})
+        more = {"previous_response_id": previous, "input": text}
         instructions = "Be brief." if previous is None else None
-        found = RESPONSES_API.answer(client, 9, **body, instructions=instructions).whole
-        if previous is None:
-            messages = [{"role": "system", "content": "Be brief."}, *HELLO]
-        else:  # instructions are those of one request
-            messages = [each for each in messages if each["role"] != "system"]
-            messages.append({"role": "user", "content": text})
-        expected = engine.generate(messages, max_new_tokens=9)
-        assert text_of(found) == expected.text
+        found = RESPONSES_API.answer(client, 9, **more, instructions=instructions).whole
+        asked = prompts[-2:]  # whole and streamed
+        before = [{"role": "system", "content": "Be brief."}] if previous is None else []
+        assert asked == [toy_engine().encode([*before, *messages])] * 2
         assert found["previous_response_id"] == previous
-        messages.append({"role": "assistant", "content": expected.text})
+        messages.append({"role": "assistant", "content": text_of(found)})
         previous = found["id"]
 
 
-def test_an_item_may_be_referred_to(client: Any) -> None:
+def test_an_item_may_be_referred_to(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = prompts_read(monkeypatch)
     found = post(client, RESPONSES, **BODY)
     (item,) = found["output"]
     more = {"role": "user", "content": "And?"}
-    whole = [*HELLO, item, more]
     reference = {"type": "item_reference", "id": item["id"]}
+    whole = [*HELLO, item, more]
     expected = text_of(post(client, RESPONSES, **{**BODY, "input": whole}))
     referring = post(client, RESPONSES, **{**BODY, "input": [*HELLO, reference, more]})
     assert text_of(referring) == expected
+    assert prompts[-1] == prompts[-2] != prompts[0]
     goes_on = {**BODY, "input": "Well?", "previous_response_id": referring["id"]}
     again = [*whole, referring["output"][0], {"role": "user", "content": "Well?"}]
-    assert text_of(post(client, RESPONSES, **goes_on)) == text_of(
-        post(client, RESPONSES, **{**BODY, "input": again})
-    )
+    post(client, RESPONSES, **goes_on)
+    post(client, RESPONSES, **{**BODY, "input": again})
+    assert prompts[-1] == prompts[-2]
     unknown = [{"type": "item_reference", "id": "msg_1"}]
     reply = client.post(RESPONSES, json={**BODY, "input": unknown})
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "item_not_found")
