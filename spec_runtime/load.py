@@ -15,12 +15,12 @@ from spec_runtime.backends import Runtime
 from spec_runtime.batch.batch import Batch
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.memory import buffer_bytes
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.machine import warn_of_threads
 from spec_runtime.files.mapping import require_keys
 from spec_runtime.loop.kv import open_cache
-from spec_runtime.loop.proposer import PlainProposer
+from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer
 from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.options import Option
 from spec_runtime.pace import first_use
@@ -48,10 +48,7 @@ class LoadOptions(Runtime):
     decide tokens at near ties by one-row passes, as plain decoding does.
 
     backend: "onnxruntime" is the CPU, "cuda" ONNX Runtime's CUDA provider, and "tensorrt" runs the
-    plans of a bundle that has some. Profiles hold for the CPU only. fused: one run drafts, verifies
-    and accepts, with trees of a fixed size and no other drafter's candidates. None takes it on
-    CUDA, where the bundle has one that ONNX Runtime opens and can capture; otherwise the ordinary
-    loop runs, and a warning says why.
+    plans of a bundle that has some. Profiles hold for the CPU only.
 
     map_weights: weights are packed for this CPU; the engines of one process share them without it.
     CPU only. kept_mb: what was used least recently goes first. A conversation that goes on, or
@@ -79,13 +76,6 @@ class LoadOptions(Runtime):
             "pause where drafts do not pay"
         ),
     ] = True
-    fused: Annotated[
-        bool | None,
-        Option(
-            "Greedy requests take the drafter's fused step (build --fuse): one run a step",
-            unset="on CUDA, if the bundle has one that can be captured",
-        ),
-    ] = None
     strict: Annotated[bool, Option("Decide near ties by one-row passes (fp32, fp16; greedy)")] = (
         False
     )
@@ -104,12 +94,6 @@ class LoadOptions(Runtime):
     ] = None
     verify: Annotated[bool, Option("Check the hash of every file of the bundle first")] = True
 
-    @property
-    def prefers_fused(self) -> bool:
-        """Says whether a fused step is taken where there is one."""
-        is_cuda = (self.engine, self.device) == ("onnxruntime", "cuda")
-        return is_cuda if self.fused is None else self.fused
-
 
 class LoadArguments(TypedDict, total=False):
     """Lists the keyword arguments of `load` after the first three: the fields of LoadOptions."""
@@ -120,7 +104,6 @@ class LoadArguments(TypedDict, total=False):
     map_weights: bool
     lookup: bool | None
     profile: bool
-    fused: bool | None
     strict: bool
     kept_mb: int
     context: int | None
@@ -203,8 +186,7 @@ def _capacity(info: bundles.TargetInfo) -> int:
 class DrafterOpener:
     """Opens drafters of one bundle, all on the same target.
 
-    `open` takes the fused step where the options ask for it, and otherwise the profile of this
-    machine, which it measures where there is none.
+    `open` takes the profile of this machine, which it measures where there is none.
     """
 
     def __init__(
@@ -222,10 +204,6 @@ class DrafterOpener:
         """
         options = replace(self._options, drafter=name, lookup=lookup)  # checked
         name = self.names[0] if name is None else name
-        if options.prefers_fused:
-            fused = self._open_fused(name, lookup)
-            if fused is not None:
-                return fused
         opened = self._open(name, lookup)
         if not options.profile or name == "none" or options.backend != "onnxruntime":
             return opened
@@ -248,8 +226,7 @@ class DrafterOpener:
     def open_lane(self, engine: Engine) -> Engine:
         """Opens an engine like this one on a target of its own, with the same weights."""
         target = _open_target(self._bundle, self._options)
-        options = replace(self._options, fused=False)
-        opener = DrafterOpener(self._bundle, target, self._tokenizer, options)
+        opener = DrafterOpener(self._bundle, target, self._tokenizer, self._options)
         opener._measured = self._measured
         name, _, merged = engine.drafter.partition("+")
         opened = opener.open(name, bool(merged))._replace(budget=engine.budget)
@@ -297,46 +274,6 @@ class DrafterOpener:
             proposer = MergedProposer(proposer, lookup_nodes)
         features = self._bundle.manifest.feature_outputs(entry)
         return OpenedDrafter(name, proposer, budget, features, entry.expected_accepted_length)
-
-    def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
-        """Opens a drafter with its fused step; None if there is none and it was not asked for.
-
-        A fused step that was not asked for has to open and, where CUDA graphs are wanted, to be
-        captured; otherwise this returns None and warns.
-        """
-        from spec_runtime.loop.fused_steps import open_steps  # here: it imports an engine
-
-        is_asked_for = self._options.fused is not None
-        if name == "none" or (not is_asked_for and lookup):
-            return None  # plain decoding stays the measure of all
-        runtime = self._options
-        graph = self._bundle.manifest.graphs.get(bundles.fused_name(name))
-        if graph is None or runtime.engine == "tensorrt":
-            if not is_asked_for or name in BUILT_IN:
-                return None
-            got = runtime.backend if graph is not None else f"a bundle without one for {name}"
-            raise UserError(
-                f"got fused with {got}, expected onnxruntime or cuda and a bundle built with "
-                f"--fuse --drafter {name}",
-                param="fused",
-            )
-        if lookup:
-            raise UserError(
-                "got lookup with fused, expected one of them: the fused step's trees are the "
-                "drafter's only",
-                param="lookup",
-            )
-        opened = self._open(name, lookup=False)
-        proposer, must_capture = opened.proposer, not is_asked_for
-        try:
-            steps = open_steps(self._bundle, graph, self._target, proposer, runtime, must_capture)
-        except UserError as error:
-            if is_asked_for:
-                raise
-            log.warning("drafter %s goes without its fused step: %s", name, error)
-            return None
-        budget = Budget(min(steps.num_nodes, self._target.max_nodes))
-        return opened._replace(fused=steps, budget=budget)
 
 
 def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:

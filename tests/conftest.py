@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from spec_runtime.loop.target import Target
 from spec_runtime.pace import first_use
+from spec_runtime.pace.profile import Costs, PassCosts
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
@@ -26,9 +28,37 @@ if TYPE_CHECKING:
 
     from spec_runtime import Engine
 
+pytest.register_assert_rewrite("apis", "served")
 gc.disable()  # until all test files are imported, see pytest_collection_finish
 # Tests import onnxruntime themselves, too; see spec_runtime/backends/session.py.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+MOST_SECONDS = 2.0  # of the processors' time, for a test that is not marked slow
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "fail tests not marked slow that take more seconds of the processors' time"
+    parser.addoption("--max-seconds", type=float, default=None, help=text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Counts the processors' time of a test, and that of the processes that it waits for.
+
+    Other programs on a busy machine do not add to it, as they do to `--durations`.
+    """
+    begun = sum(os.times()[:4])
+    result = yield
+    seconds = sum(os.times()[:4]) - begun
+    if "slow" in item.keywords:
+        return result
+    if seconds > MOST_SECONDS:
+        item.user_properties.append(("seconds", seconds))
+    most = item.config.getoption("--max-seconds")
+    if most is not None and seconds > most:
+        pytest.fail(f"it took {seconds:.1f} s of the processors' time, expected {most} or less")
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,8 +96,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints what tests recorded by `record_property("shown", …)`, where none failed.
 
     Printing it in the test would not do: the output of a parallel run's workers is lost.
-    Beside failures it would hide them.
+    Beside failures it would hide them. Tests that take long are listed in any case.
     """
+    done = [each for kind in ("passed", "failed") for each in terminalreporter.getreports(kind)]
+    long = {
+        report.nodeid: seconds
+        for report in done
+        for name, seconds in report.user_properties
+        if name == "seconds"
+    }
+    if long:
+        terminalreporter.section(f"not marked slow, and over {MOST_SECONDS} s of processors' time")
+        for nodeid, seconds in sorted(long.items(), key=lambda each: -float(str(each[1]))):
+            terminalreporter.write_line(f"{seconds:6.1f} s {nodeid}")
     if terminalreporter.getreports("failed") or terminalreporter.getreports("error"):
         return
     for report in terminalreporter.getreports("passed"):
@@ -101,9 +142,30 @@ def _traced_once(common: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _first_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves engines with their bundle's trees, but in tests marked `first_use`: what is measured
-    when a bundle is first opened would give them others on each machine."""
-    if "first_use" not in request.keywords:
+    when a bundle is first opened would give them others on each machine. In tests marked
+    `profiled` a first use finds the costs of a formula: trees are cut, and drafting pauses."""
+    if "profiled" in request.keywords:
+        _fix_costs(monkeypatch)
+    elif "first_use" not in request.keywords:
         monkeypatch.setattr(first_use, "profile_for", lambda engine, key, entry: None)
+
+
+def _fix_costs(patch: pytest.MonkeyPatch) -> None:
+    """A plain step takes 10 ms, and one with a tree of 16 nodes 15 ms: one and a half tokens."""
+
+    def passes(
+        target: Target, tokens: object, sizes: Sequence[int], *_: object, **__: object
+    ) -> Any:
+        verify = tuple((float(n), 9 + n / 4) for n in sorted(sizes))
+        return [PassCosts(0, verify, plain=10.0)]
+
+    def costs_of(passes: Sequence[PassCosts], *_: object) -> Costs:
+        return Costs(passes[0].verify, draft=9.0, level=1.0, host=1.0, plain=10.0, prefill=1.0)
+
+    patch.setattr(first_use, "measure_passes", passes)
+    patch.setattr(first_use, "draft_ms", lambda *_: (9.0, 1.0))
+    patch.setattr(first_use, "costs_of", costs_of)
+    patch.setattr(first_use, "profile_for", first_use._measured)  # found nowhere, kept nowhere
 
 
 @pytest.fixture

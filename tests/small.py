@@ -21,10 +21,10 @@ from spec_runtime.bundle.manifest import (
     TokenizerInfo,
 )
 from spec_runtime.dialogue.chat_template import ChatTemplate
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine
 from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.loop.kv import open_cache
-from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer, Proposer
 from spec_runtime.loop.target import Target
 from spec_runtime.proposers.merged import MergedProposer
 

@@ -66,7 +66,6 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
         ({"device": "cuda"}, "bias"),
         ({"device": "cuda", "precision": "bf16"}, "bias"),
         ({"device": "cuda", "precision": "fp32"}, "full_buffer"),
-        ({"device": "cuda", "precision": "fp32", "fuse": True}, "full_buffer"),
         ({"backend": "tensorrt"}, "bias"),
     ):
         assert BuildOptions(**options).attention == expected  # type: ignore[arg-type]

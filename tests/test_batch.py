@@ -29,17 +29,18 @@ from spec_export.build.make_bundle import BuildOptions
 from spec_runtime.backends import GraphRun
 from spec_runtime.backends.cpu import backend as cpu
 from spec_runtime.backends.cpu.joint_runs import JointRuns
-from spec_runtime.batch.answering import ScoringEngine
 from spec_runtime.batch.batch import Batch, Pass
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Bundle, Graph, lanes_name
 from spec_runtime.errors import UserError
-from spec_runtime.loop.call import Call
+from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.options import CallOptions
-from spec_runtime.sampling import TokenLogprob, token_logprob
+from spec_runtime.pace.row_budget import RowBudget
+from spec_runtime.sampling import token_logprob
 from spec_runtime.trees.tree import TokenTree
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
+PROFILED = ("parallelspec", "eagle", "prompt_lookup")  # which pause, and have their trees cut
 SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 5}]
 # Drafters whose graphs take the rows of one conversation only.
 BY_THEMSELVES = ("medusa", "amphista", "dflash")
@@ -62,7 +63,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [*DRAFTERS, *(pytest.param(each, marks=pytest.mark.profiled) for each in PROFILED)]
+)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_each_answer_is_the_one_it_gets_by_itself(
     folder: Path, name: str, sampling: CallOptions
@@ -170,19 +173,13 @@ def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
     options: CallOptions = {"max_new_tokens": 20, "ignore_eos": True, "reuse": False}
     calls = [engine.prepare(prompt, **options) for prompt in MANY]
     expected = [engine.generate(prompt, **options).token_ids for prompt in MANY]
-    scores: dict[Call, list[TokenLogprob]] = {call: [] for call in calls}
-    batch, waiting, passes = Batch(engine, NUM_LANES), list(enumerate(calls)), list[Pass]()
+    for call in calls[::2]:
+        call.scores = PromptScores(1)
+    batch, passes = Batch(engine, NUM_LANES), list[Pass]()
     batch.on_pass = passes.append
     tokens: list[list[int]] = [[] for _ in calls]
-    while waiting or batch.num_active:
-        while waiting and (lane := batch.lane_for(waiting[0][1])) is not None:
-            number, call = waiting.pop(0)
-            is_scored = number % 2 == 0
-            observe = (lambda each: ScoringEngine(each, 1, scores)) if is_scored else None
-            batch.begin(lane, number, call, observe)
-        for number, chunk in batch.turn():
-            assert not isinstance(chunk, Exception), chunk
-            tokens[number] += chunk.token_ids
+    for number, chunk in batch.answer(calls):
+        tokens[number] += chunk.token_ids
     assert tokens == expected
     assert sum(each.rows for each in passes) > 2 * len(passes)  # they did share passes
     for call in calls[::2]:
@@ -192,7 +189,8 @@ def test_prompts_are_scored_in_passes_that_others_share(folder: Path) -> None:
                 token_logprob(verified.row(row), token, 1).logprob
                 for row, token in enumerate(call.prompt[1:])
             ]
-        assert [each.logprob for each in scores[call]] == pytest.approx(ours, abs=1e-4)
+        assert call.scores is not None
+        assert [each.logprob for each in call.scores.entries] == pytest.approx(ours, abs=1e-4)
 
 
 def test_nobody_waits_for_a_graph_that_is_being_opened(
@@ -218,7 +216,8 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
     alone = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS[:3]]
 
     def is_open(most: int) -> bool:
-        return engine.passes is not None and engine.passes.most_open == most
+        passes_of = engine.lanes.passes
+        return passes_of is not None and passes_of.most_open == most
 
     for most in (1, 2, 3):
         if most > 1:
@@ -230,6 +229,23 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
         assert [found[n].token_ids for n in range(3)] == alone
         assert max(each.lanes for each in passes) == most
     batch.end_opening()
+
+
+def test_nodes_that_do_not_pay_are_cut_before_the_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RowBudget, "sizes", lambda self, trees, *others: [1] * len(trees))
+    engine = spec_runtime.load(folder, "parallelspec", threads=1)
+    options: CallOptions = {"max_new_tokens": 12, "ignore_eos": True}
+    expected = [engine.generate(prompt, **options).token_ids for prompt in MANY[:NUM_LANES]]
+    batch, passes = Batch(engine, NUM_LANES), list[Pass]()
+    batch.on_pass = passes.append
+    calls = [engine.prepare(prompt, **options) for prompt in MANY[:NUM_LANES]]
+    results = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result}
+    assert [results[n].token_ids for n in range(NUM_LANES)] == expected
+    shared = [each for each in passes if each.lanes > 1]
+    assert sum(each.drafted for each in shared) > 0
+    assert {each.granted for each in shared} == {0}
 
 
 def test_a_graph_that_cannot_be_opened_fails_no_call(

@@ -17,7 +17,8 @@ from spec_runtime import Engine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.errors import UserError
 from spec_runtime.load import LoadOptions
-from spec_runtime.loop import generate
+from spec_runtime.loop import answering, generate
+from spec_runtime.loop.proposer import OpenedDrafter
 from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.options import declared
@@ -45,7 +46,6 @@ LOADING: dict[str, tuple[Any, str]] = {
     "drafter": ("none", "--drafter=none"),
     "lookup": (False, "--no-lookup"),
     "profile": (False, "--no-profile"),
-    "fused": (True, "--fused"),
     "strict": (True, "--strict"),
     "context": (99, "--context=99"),
 }
@@ -237,9 +237,10 @@ def test_no_prompt_on_a_terminal(
 def test_a_warning_is_one_line_on_stderr(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = toy_engine("prompt_lookup")
-    engine._expected = 60.0
-    monkeypatch.setattr(spec_runtime.engine, "JUDGED_STEPS", 12)
+    made = toy_engine("prompt_lookup")
+    opened = OpenedDrafter("prompt_lookup", made.proposer, made.budget, (), 60.0)
+    engine = Engine(made.target, made.tokenizer, opened)
+    monkeypatch.setattr(answering, "JUDGED_STEPS", 12)
     monkeypatch.setattr(spec_runtime, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", PROMPT, "--max-new-tokens", 110, "--bundle", folder)
     warning, summary = err.split("\n")[1:3]

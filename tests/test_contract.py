@@ -28,6 +28,8 @@ from workshop import HYBRID, FluentWorkshop, drafter_name
 import spec_runtime
 from spec_export import drafters
 from spec_runtime.engine import Engine
+from spec_runtime.pace.adaptive import DraftPauser
+from spec_runtime.trees.budget import Grown
 
 # Of a target with convolutions: drafters that run its layers, read its features, or neither.
 OF_HYBRIDS = [f"{HYBRID}{name}" for name in ("skip_layer", "parallelspec", "medusa")]
@@ -56,10 +58,42 @@ def engine(workshop: FluentWorkshop, name: str) -> Engine:
     return spec_runtime.load(bundle, drafter_name(name), threads=1, lookup=lookup)
 
 
+@pytest.fixture
+def default_engine(fluent: FluentWorkshop, name: str) -> Engine:
+    """Returns what users load: a drafter with prompt lookup, at this machine's costs."""
+    is_trained = name in drafters.trainable()
+    bundle = fluent.bundle(name if is_trained else drafters.trainable()[0])
+    return spec_runtime.load(bundle, name, threads=1)
+
+
 @pytest.mark.parametrize("name", [*VARIANTS, *UNTRAINED[:2]])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_drafter_changes_no_token(engine: Engine, name: str, sampling: dict[str, Any]) -> None:
     check_no_token_changes(engine, sampling)
+
+
+@pytest.mark.profiled
+@pytest.mark.parametrize("name", [*drafters.trainable(), *UNTRAINED[:2]])
+def test_pauses_and_trees_cut_by_cost_change_no_token(default_engine: Engine, name: str) -> None:
+    """Prompt lookup goes on during a drafter's pause."""
+    is_trained, engine = name in drafters.trainable(), default_engine
+    assert isinstance(engine.proposer, DraftPauser)
+    growth = engine.budget.growth
+    assert name == "lookahead" or (isinstance(growth, Grown) and growth.step_ms)
+    sizes: dict[bool, list[int]] = {False: [], True: []}  # of trees, in a pause or not
+    for sampling in SAMPLING[:2]:
+        options = {"max_new_tokens": 110, "ignore_eos": True, **sampling}
+        expected = engine.with_drafter("none").generate(PROMPTS[1], **options)
+        is_pause = False
+        for step in engine.steps(PROMPTS[1], **options):
+            if step.verified is not None:
+                sizes[is_pause].append(step.verified.tree.num_nodes)
+            is_pause = engine.proposer.is_resting  # from the next step on
+        assert engine.last_result is not None
+        assert engine.last_result.token_ids == expected.token_ids
+    assert len(sizes[True]) > 20
+    assert max(sizes[False]) > 4
+    assert (max(sizes[True]) > 1) == is_trained, "lookup goes on beside a drafter only"
 
 
 @pytest.mark.parametrize("name", [*OF_HYBRIDS, UNTRAINED[-1]])

@@ -184,7 +184,6 @@ def build(checkpoints: Callable[[str], list[Path]]) -> Callable[[str, str], bund
                 max_length=128,
                 device="cuda",
                 out=folder.parent / precision,
-                fuse=True,
                 lanes=2,
             )
         )

@@ -20,7 +20,6 @@ from small import toy_engine
 
 import spec_runtime
 from spec_runtime import backends
-from spec_runtime.backends.cuda.stepper import OrtStepper
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop import generate
 from tools.gpu import check as gpu_check
@@ -34,8 +33,7 @@ from tools.gpu import part as gpu_part
 if TYPE_CHECKING:
     from cuda_standin import StandIn
 
-FUSED = ["fused parallelspec", "fused medusa"]
-NAMES = ["parallelspec", FUSED[0], "medusa", "eagle", "hydra", "prompt_lookup", FUSED[1]]
+NAMES = ["parallelspec", "medusa", "eagle", "hydra", "prompt_lookup"]
 
 
 # ---- processes ----
@@ -320,9 +318,9 @@ def test_the_first_parts_say_what_is_there_and_open_it(toy: Toy) -> None:
     assert toy.asked["carried"]["measured_on"].startswith("no GPU was used (")
     assert toy.asked["carried"]["provenance"]["command"] == ["check.py"]
     (row,) = entries["bundle"]["tables"]["measured"]
-    assert (row["bundle"], row["fused steps"]) == ("toy fp32", "parallelspec, medusa")
+    assert (row["bundle"], row["drafters"]) == ("toy fp32", ", ".join(NAMES[:-1]))
     names = [row["graph"] for row in entries["opens"]["tables"]["measured"]]
-    assert names == [*job.graphs_of(toy.check().opened[0]), *FUSED]
+    assert names == [*job.graphs_of(toy.check().opened[0])]
     assert {"target", "hydra step"} <= set(names)
     assert entries["opens"]["figure"] == f"{len(names)} sessions"
 
@@ -336,7 +334,6 @@ def test_all_graphs_and_drafters_are_the_same_on_the_cpu(toy: Toy, run: Run) -> 
     assert found.status == "ok"
     rows_of = found.tables["measured"]
     pairs = [(name, way) for way in same.DECODINGS for name in NAMES]
-    pairs = [pair for pair in pairs if pair[0] not in FUSED or pair[1] == "greedy"]
     assert [(row["drafter"], row["decoding"]) for row in rows_of] == pairs
     for row in rows_of:
         assert (row["prompts"], row["identical"], row["real"]) == (2, 1.0, 0)
@@ -346,7 +343,7 @@ def test_all_graphs_and_drafters_are_the_same_on_the_cpu(toy: Toy, run: Run) -> 
 def test_prompts_that_share_passes_get_the_same(run: Run) -> None:
     found = run("lanes")
     rows = found.tables["measured"]
-    names = ["none", *(name for name in NAMES if name not in FUSED)]
+    names = ["none", *NAMES]
     assert [(row["drafter"], row["decoding"]) for row in rows] == [
         (name, way) for name in names for way in same.DECODINGS
     ]
@@ -359,16 +356,13 @@ def test_the_shipped_drafter_is_benched_before_the_others(run: Run) -> None:
         return [row["drafter"].partition("+")[0] for row in found.tables["measured"]]
 
     shipped, others = run("bench"), run("drafters")
-    assert names(shipped) == ["none", "parallelspec", "fused parallelspec"]
-    rest = [name for name in NAMES if "parallelspec" not in name]
-    assert names(others) == ["none", *rest]
+    assert names(shipped) == ["none", "parallelspec"]
+    assert names(others) == ["none", *NAMES[1:]]
     assert shipped.tables["measured"][0]["accepted length"] == 1.0
     for row in shipped.tables["measured"] + others.tables["measured"]:
         assert row["identical"] == 1.0
         assert row["tokens/s"] > 0
-    assert re.match(
-        r"\S*parallelspec\S* \d.\d\d times plain decoding", shipped.figure.split("fused ")[-1]
-    )
+    assert re.match(r"\S*parallelspec\S* \d.\d\d times plain decoding", shipped.figure)
 
 
 def test_all_forms_of_attention_agree(toy: Toy, run: Run) -> None:
@@ -480,29 +474,15 @@ def test_parity_fails_by_value(
 
 
 def test_wrong_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a wrong acceptance, and those of a wrong fused step."""
-
     def take_the_first_child(tree: Any, draw: Callable[[int], int]) -> tuple[list[int], int]:
         path = [0, *tree.children(0)[:1]]
         return path, draw(path[-1])
 
-    step = OrtStepper.step
-
-    def off_by_one(self: OrtStepper) -> np.ndarray:
-        result = step(self)
-        result[0] = (result[0] + 1) % 90
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "by_target_sampling", take_the_first_child)
-        found = run("losslessness")
+    monkeypatch.setattr(generate, "by_target_sampling", take_the_first_child)
+    found = run("losslessness")
     real = {(row["drafter"], row["decoding"]): row["real"] for row in found.tables["measured"]}
     assert min(real["parallelspec", way] for way in same.DECODINGS) > 0
     assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
-    monkeypatch.setattr(OrtStepper, "step", off_by_one)
-    rows = {row["drafter"]: row for row in run("losslessness").tables["measured"]}
-    assert [name for name, row in rows.items() if row["real"]] == FUSED
-    assert re.match(r"prompt 1, token 1: gap .*, real$", rows["fused medusa"]["first divergence"])
 
 
 @pytest.mark.parametrize("is_eager_off", [False, True])
@@ -525,8 +505,7 @@ def test_captured_tokens_are_the_eager_ones(
     check.prompts = [job.BenchPrompt(i, "all", text) for i, text in enumerate(("abcabc", "bcbcbc"))]
     same.capture(check, found)
     rows = found.tables["measured"]
-    names = ["none", *(name for name in NAMES if name not in FUSED), *FUSED]
-    assert [row["drafter"] for row in rows] == names
+    assert [row["drafter"] for row in rows] == ["none", *NAMES]
     assert {row["identical"] for row in rows} == {0.0 if is_eager_off else 1.0}
     assert found.status == ("FAILED" if is_eager_off else "ok")
 
@@ -595,7 +574,8 @@ def test_every_part_runs_to_its_end_over_the_stand_in(
     assert statuses == dict.fromkeys(gpu_check.SECONDS, "ok") | left_out
     (opened,) = [bundles.read(cuda_bundle)]
     rows = figures["parts"]["opens"]["tables"]["measured"]
-    names = [*job.graphs_of(opened), *FUSED]
-    assert [(row["graph"], row["CUDA graphs"]) for row in rows] == [(name, "yes") for name in names]
-    assert len(figures["parts"]["losslessness"]["tables"]["measured"]) == 2 * 5 + 2
+    graph_names = job.graphs_of(opened)
+    opened_rows = [(row["graph"], row["CUDA graphs"]) for row in rows]
+    assert opened_rows == [(name, "yes") for name in graph_names]
+    assert len(figures["parts"]["losslessness"]["tables"]["measured"]) == 2 * 5
     assert "Dry run: no number here is judged" in (tmp_path / "results.md").read_text()

@@ -31,10 +31,13 @@ def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(request: pytest.FixtureRequest, deep_llama: Path) -> Engine:
     out = deep_llama.parent / f"{request.param}-bundle"
     make_bundle.build(BuildOptions(str(deep_llama), precision=request.param, out=out, lanes=1))
-    return spec_runtime.load(out, threads=1, profile=False)
+    return spec_runtime.load(out, "none", threads=1)
 
 
-@pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
+PROFILED = pytest.param("prompt_lookup", marks=pytest.mark.profiled, id="prompt_lookup-profiled")
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup", PROFILED])
 def test_a_seed_gives_its_tokens_again(engine: Engine, drafter: str) -> None:
     """Behind the conversation that the prompt goes on from, behind itself, and on its own; every
     other seed is greedy."""

@@ -233,15 +233,26 @@ def test_bundles_are_named_and_have_aliases(
         (["--bundle", "b={bundle}", "--model-alias", "y"], "got --model-alias y, expected ALIAS="),
         (["--model-alias", "tiny"], "got --model-alias tiny, expected ALIAS=NAME with a new alias"),
         (["--bundle", "b=/no/such"], "/no/such: "),
+        (["--api-key-env", "NO_SUCH_VARIABLE_HERE"], "got --api-key-env NO_SUCH_VARIABLE_HERE"),
+        (["--timeout", "0"], "got timeout 0.0, expected more than 0"),
+        (["--drafter", "hydra"], "got drafter 'hydra', expected one of"),
+        (["--host", "192.168..1"], "got --host 192.168..1, expected an address or a name"),
+        (["--grace", "inf"], "got grace inf, expected a finite float"),
+        (["--host", "no.such.host.invalid"], "got --host no.such.host.invalid"),
+        (["--workers", "0"], "Invalid value for '--workers'"),
+        (["--max-prompt", "0"], "got max_prompt 0, expected 1 or more or None"),
+        (["--port", "{taken}"], "--port {taken}, expected an address that is free here"),
     ],
 )
-def test_names_that_tell_no_bundles_apart_are_one_line(
+def test_what_cannot_be_served_is_one_line(
     bundle: Path, run: Run, options: list[str], message: str
 ) -> None:
-    options = [option.format(bundle=bundle) for option in options]
-    code, _, error = run("serve", bundle, "--port", "0", *options)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        options = [option.format(bundle=bundle, taken=port) for option in options]
+        code, _, error = run("serve", bundle, "--port", "0", *options)
     assert code == 2
-    assert message in error
+    assert message.format(taken=port) in error
     assert error.count("\n") == 1
 
 
@@ -285,32 +296,6 @@ def workers_of(parent: int, word: bytes = b"spawn_main") -> list[int]:
         if int(its_parent) == parent and state != "Z" and word in command:
             found.append(int(folder.name))
     return found
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--api-key-env", "NO_SUCH_VARIABLE_HERE"], "got --api-key-env NO_SUCH_VARIABLE_HERE"),
-        (["--timeout", "0"], "got timeout 0.0, expected more than 0"),
-        (["--drafter", "hydra"], "got drafter 'hydra', expected one of"),
-        (["--host", "192.168..1"], "got --host 192.168..1, expected an address or a name"),
-        (["--grace", "inf"], "got grace inf, expected a finite float"),
-        (["--host", "no.such.host.invalid"], "got --host no.such.host.invalid"),
-        (["--workers", "0"], "Invalid value for '--workers'"),
-        (["--max-prompt", "0"], "got max_prompt 0, expected 1 or more or None"),
-        (["--port", "{taken}"], "--port {taken}, expected an address that is free here"),
-    ],
-)
-def test_what_cannot_be_served_is_one_line(
-    bundle: Path, run: Run, options: list[str], message: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        options = [option.format(taken=port) for option in options]
-        code, _, error = run("serve", bundle, "--port", "0", *options)
-    assert code == 2
-    assert message.format(taken=port) in error
-    assert error.count("\n") == 1
 
 
 def test_the_manifest_for_kubernetes_has_options_and_addresses_that_exist(run: Run) -> None:

@@ -61,7 +61,7 @@ def bundle(windowed: WindowedWorkshop) -> Any:
         options: dict[str, Any] = {"device": device, "precision": "fp32", "max_length": 192}
         if is_own_draft:
             return windowed.build(out, draft_model=str(windowed.llama()), **options)
-        return windowed.build(out, "medusa", "skip_layer", fuse=True, **options)
+        return windowed.build(out, "medusa", "skip_layer", **options)
 
     return build
 
@@ -96,8 +96,7 @@ def transformers_text(windowed: WindowedWorkshop) -> Any:
         ("skip_layer", {}),
         ("skip_layer", {"strict": True}),
         ("draft_model", {}),
-        ("medusa", {"fused": False}),
-        ("medusa", {"fused": True}),
+        ("medusa", {}),
     ],
 )
 def test_the_text_is_that_of_transformers(

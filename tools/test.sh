@@ -19,7 +19,7 @@ NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 # a process a core, each with one thread; a file's tests stay together, for the bundles they share,
 # and files in the order of tests/conftest.py
 tests=0
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rsfE --tb=short -n auto --maxprocesses 4 \
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rsfE --tb=short --durations=15 -n auto --maxprocesses 4 \
   --dist loadfile --no-loadscope-reorder "$@" < /dev/null || tests=$?
 wait "$mypy" || { echo "mypy found the errors above the tests' results" >&2; exit 1; }
 exit "$tests"

@@ -13,11 +13,11 @@ import torch
 
 from spec_export import drafters as drafter_files
 from spec_export.build.options import BuildOptions
-from spec_export.model import target
+from spec_export.model import annex, target
 from spec_export.model.decoder import Backbone, DecoderConfig
 from spec_export.model.ends import TargetEnds
 from spec_export.report import Report
-from spec_export.training import recipe
+from spec_export.training import folders, recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_runtime.bundle.manifest import FUSED, feature_names
 from spec_runtime.errors import UserError
@@ -47,7 +47,19 @@ def taps_of(saved: SavedDrafter) -> tuple[int, ...]:
 # ---- finding ----
 
 
-def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
+def read(
+    place: Path, source: target.Source, report: Report, is_measured: bool = True
+) -> SavedDrafter:
+    """Returns the drafter in a folder, or what another library's is as one of ours."""
+    if not folders.is_foreign(place):
+        return load_drafter(place)
+    saved: SavedDrafter = annex.importer.read(
+        str(place), source, is_measured=is_measured, report=report
+    )
+    return saved
+
+
+def choose(options: BuildOptions, source: target.Source, report: Report) -> list[SavedDrafter]:
     """Returns the trained drafters that the bundle gets.
 
     These are the checkpoints given, then the shipped drafters of the other names given. The demo
@@ -60,19 +72,17 @@ def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
     only_built_in = bool(options.drafters) and not names and not options.drafter_checkpoints
     saved = []
     if not only_built_in and options.draft_model is None:
-        saved = _checkpoints(source, names, options.drafter_checkpoints)
-    if options.fuse:
-        _require_fusable([drafter.name for drafter in saved])
+        found = [read(each, source, report) for each in options.drafter_checkpoints]
+        saved = _with_shipped(source, names, found)
     if options.graph_form == "contiguous":
         _require_own_cache(saved, options)
     return saved
 
 
-def _checkpoints(
-    source: target.Source, names: Sequence[str], folders: Sequence[Path]
+def _with_shipped(
+    source: target.Source, names: Sequence[str], found: list[SavedDrafter]
 ) -> list[SavedDrafter]:
-    """Reads the drafters in `folders`, then the shipped ones of the other `names`; see `choose`."""
-    found = [load_drafter(folder) for folder in folders]
+    """Adds the shipped drafters of the other `names` to those found; see `choose`."""
     given = [saved.name for saved in found]
     twice = [name for name in given if given.count(name) > 1]
     if twice:
@@ -109,22 +119,12 @@ def shipped_drafter(name: str) -> SavedDrafter:
 
 def _best_shipped() -> SavedDrafter:
     """Returns the shipped drafter of the greatest simulated accepted length."""
-    folders = [folder for name in drafter_files.trainable() if (folder := _shipped_folder(name))]
-    every = [load_drafter(folder) for folder in folders]
+    found = [folder for name in drafter_files.trainable() if (folder := _shipped_folder(name))]
+    every = [load_drafter(folder) for folder in found]
     return max(every, key=lambda saved: saved.provenance["validation"]["accepted_length"])
 
 
 # ---- refusing and warning ----
-
-
-def _require_fusable(names: Sequence[str]) -> None:
-    """Raises UserError unless at least one of these drafters guesses in one pass."""
-    one_pass = [n for n in drafter_files.trainable() if drafter_files.load(n).Drafter.is_one_pass]
-    if not set(names) & set(one_pass):
-        raise UserError(
-            f"got fuse with drafter {', '.join(names) or 'none'}, expected one of "
-            f"{', '.join(one_pass)}: the fused step takes drafters that guess in one pass"
-        )
 
 
 def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> None:

@@ -6,8 +6,7 @@ leaves nothing behind and any bundle that was there stays. Nothing but a bundle 
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ from spec_export.graphs.banks import add_argmax, keep_drafter, keep_target, samp
 from spec_export.graphs.edit import fixed_size
 from spec_export.graphs.rounding import said_of
 from spec_export.graphs.smooth import smooth
-from spec_export.model import annex, target
+from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.report import SILENT, Report
-from spec_export.training import folders
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.writing import replacing_folder
@@ -48,14 +46,7 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
     source = target.resolve(options.model, report, options.base)
     out = options.out or Path("bundles") / source.name
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:
-        with tempfile.TemporaryDirectory() as imported:
-            ours = _with_imported(options, source, Path(imported), report)
-            # messages name what was given, not a folder that is gone
-            given = dict(zip(ours.drafter_checkpoints, options.drafter_checkpoints, strict=True))
-            saved = [
-                replace(each, path=given.get(each.path, each.path))
-                for each in drafters.choose(ours, source)
-            ]
+        saved = drafters.choose(options, source, report)
         plan_builder = plans.open_builder(options, replaced=out)
         for drafter in saved:
             drafters.warn_of_doubts(drafter, source, report)
@@ -76,19 +67,6 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
             "To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
-
-
-def _with_imported(
-    options: BuildOptions, source: target.Source, folder: Path, report: Report
-) -> BuildOptions:
-    """Returns the options with drafters of ours in `folder` for those of other libraries."""
-    checkpoints = [
-        annex.importer.run(str(each), source, folder / str(i), report=report)
-        if folders.is_foreign(each)
-        else each
-        for i, each in enumerate(options.drafter_checkpoints)
-    ]
-    return replace(options, drafter_checkpoints=checkpoints)
 
 
 def _num_stages(options: BuildOptions, saved: list[SavedDrafter]) -> int:
@@ -172,9 +150,6 @@ def _write_graphs(
             info = _write_drafter(writer, loaded, models, traced, graphs["target"])
             infos.append(info)
             graphs |= _write_draft_lanes(writer, loaded, info)
-            if options.fuse and loaded.module.is_one_pass:
-                fused = writer.write_fused(info, graphs["target"])
-                graphs[bundles.fused_name(info.name)] = fused
     rounding = writer.rounding.facts()
     if rounding is not None:
         report.line(f"{models.source.name}: {said_of(rounding)}")
@@ -223,8 +198,7 @@ def _write_drafter(
 ) -> bundles.DrafterInfo:
     """Writes the graphs of one drafter and returns its manifest entry.
 
-    If a drafter runs the target's own layers, or will be fused with it, its graph is in the
-    target's folder and shares the target's file of weights.
+    A drafter that runs the target's own layers lies beside the target and shares its weights' file.
     """
     options, module, name = writer.options, drafter.module, drafter.saved.name
     backbone, precision = models.backbone, options.precision_of(module)
@@ -242,15 +216,11 @@ def _write_drafter(
             config=drafter.runtime_config(),
             scratch=backbone.config.scratch,
         )
-        # A drafter that will be fused is in the target's folder too: ONNX Runtime reads no weights
-        # outside of a graph's folder.
-        is_beside = options.fuse and module.is_one_pass
         graphs = {
             role: writer.write(
                 model,
-                f"target/{name}-{role}.onnx" if is_beside else f"drafters/{name}/{role}.onnx",
+                f"drafters/{name}/{role}.onnx",
                 add_banks=add_banks,
-                lender=target_graph if is_beside else None,
                 precision=precision,
             )
             for role, model in exported.items()

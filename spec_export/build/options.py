@@ -54,7 +54,6 @@ class BuildOptions:
     compute_capabilities: of the GPUs to build plans for, such as "8.9"; none means the GPU here.
     device: "cuda" is for ONNX Runtime's CUDA provider. Drafters then have the target's type, and
     the graph itself finds the argmax and the largest logits.
-    fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
     drafter_precision: of the drafters' weights on a CPU, fp32, int8 or int4, see `precision_of`.
     lanes: how many conversations one pass of the target takes, up to 8, see graphs/lanes.py; 1
     leaves those graphs out, and TensorRT has none.
@@ -75,7 +74,6 @@ class BuildOptions:
     backend: str = "onnxruntime"
     compute_capabilities: Sequence[str] = ()
     device: str = "cpu"
-    fuse: bool = False
     drafter_precision: str | None = None
     base: str | None = None
     lanes: int = bundles.MAX_LANES
@@ -103,11 +101,6 @@ class BuildOptions:
         if self.draft_model is not None and not alone:
             raise UserError(
                 "got --draft-model with another drafter or a checkpoint, expected it alone"
-            )
-        if self.fuse and self.graph_form != "slots":
-            raise UserError(
-                f"got fuse with the {self.graph_form} form, expected slots: leave out --fuse or "
-                "the form"
             )
 
     @property

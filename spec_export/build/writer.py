@@ -10,14 +10,12 @@ import onnx_ir as ir
 
 from spec_export.build.options import BuildOptions
 from spec_export.graphs import tensorrt, trace
-from spec_export.graphs.fused_step import fuse
 from spec_export.graphs.half import narrow
 from spec_export.graphs.lanes import to_lanes
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import has_sinks, to_slots
-from spec_runtime.bundle.manifest import DrafterInfo, Graph, TensorSpec, fused_name, lanes_name
-from spec_runtime.proposers.heads import mask_input_ids
+from spec_runtime.bundle.manifest import Graph, TensorSpec, lanes_name
 
 TARGET = "target/target.onnx"
 
@@ -90,28 +88,6 @@ class GraphWriter:
             lanes = save_graph(model, "slots", self.folder, file, (graph,))
             written[own] = replace(lanes, attention=graph.attention)
         return written
-
-    def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
-        """Makes the fused step of this drafter from the graphs written, and saves it.
-
-        The weights stay in the files of the target and the drafter, which are in one folder.
-        """
-        drafter, config = info.graphs["drafter"], info.config
-        num_masks, base = config.get("num_masks", 0), config.get("mask_token_base", 0)
-        reads_token = config.get("mask_reads_token", False)
-        model = fuse(
-            ir.load(self.folder / target.file),
-            ir.load(self.folder / drafter.file),
-            num_nodes=info.trees["max_nodes"],
-            features=config["features"],
-            mask_ids=mask_input_ids(base, num_masks, reads_token),
-            repeat_feature=config.get("mask_feature") == "anchor",
-            mask_reads_token=reads_token,
-            first_token=config.get("first_token", 1),
-        )
-        file = f"target/{fused_name(info.name)}.onnx"
-        graph = save_graph(model, "slots", self.folder, file, (target, drafter))
-        return replace(graph, attention=target.attention)
 
 
 def save_graph(

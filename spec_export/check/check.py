@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 
 from spec_export import reference
-from spec_export.build import make_bundle
-from spec_export.build.drafters import load_module
+from spec_export.build import drafters, make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_export.check.replay import TransformersModel, make_scripts, play
-from spec_export.model import annex, target
+from spec_export.model import target
 from spec_export.model.config import read_config
 from spec_export.model.decoder import Backbone
 from spec_export.model.modules.fusion import Fusion
 from spec_export.report import SILENT, Report
 from spec_export.training import folders
-from spec_export.training.checkpoint import load_drafter
 from spec_runtime.backends import Backend, open_graph
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
@@ -216,13 +214,8 @@ def _fusions(
         return found
     backbone = Backbone.from_transformers(hf_model)
     for each in checkpoints:
-        with tempfile.TemporaryDirectory(prefix="specsplit-check-") as made:
-            if folders.is_foreign(each):
-                each = annex.importer.run(
-                    str(each), source, Path(made) / "drafter", is_measured=False, report=report
-                )
-            saved = load_drafter(each)
-        module = load_module(saved, backbone.config, target.ends(backbone))
+        saved = drafters.read(each, source, report, is_measured=False)
+        module = drafters.load_module(saved, backbone.config, target.ends(backbone))
         found[f"{bundles.FUSED}{saved.name}"] = module.fusion
     return found
 

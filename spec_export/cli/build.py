@@ -112,15 +112,6 @@ GraphForm = Annotated[
         rich_help_panel=GRAPHS,
     ),
 ]
-Fuse = Annotated[
-    bool,
-    typer.Option(
-        "--fuse",
-        help="Add one graph that drafts, verifies and accepts, for CUDA and one-pass drafters",
-        rich_help_panel=GRAPHS,
-    ),
-]
-
 Lanes = Annotated[
     int,
     typer.Option(
@@ -147,7 +138,6 @@ def command(
     backend: BuildBackend = Backend.onnxruntime,
     compute_capability: ComputeCapabilities = None,
     form: GraphForm = Form.slots,
-    fuse: Fuse = False,
     lanes: Lanes = MAX_LANES,
     int4_block: Int4Block = 32,
 ) -> None:
@@ -171,7 +161,6 @@ def command(
         backend=backend.value,
         compute_capabilities=compute_capability or (),
         device=device.value,
-        fuse=fuse,
         lanes=lanes,
         int4_block=int4_block,
     )

@@ -1,6 +1,6 @@
 """Edits ONNX graphs: inserts nodes, stores constants, and removes nodes that are no longer read.
 
-The files that rewrite a graph (slots, banks, fused_step, quantize, half, tensorrt) share these.
+The files that rewrite a graph (slots, banks, quantize, half, tensorrt) share these.
 """
 
 from __future__ import annotations

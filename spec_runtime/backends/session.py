@@ -72,7 +72,7 @@ class SessionOptions:
     """Says how a session runs: where, on how many threads, and with which provider settings.
 
     `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
-    others runs without, unless `must_capture`. `settings` are added to those that every session
+    others runs without. `settings` are added to those that every session
     on the device has. `weights` are used in place of those in the graph's files, by
     name (see weights.DeviceWeights). With `hashes`, the SHA-256 of the graph's files by path,
     weights on the CPU are taken from a file of packed ones, see backends/cpu/packed_files.py.
@@ -83,7 +83,6 @@ class SessionOptions:
     has_cuda_graphs: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
-    must_capture: bool = False
     hashes: Mapping[Path, str] = field(default_factory=dict)
 
     @property
@@ -104,7 +103,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
 
     Sessions on the CPU are shared, see shared_sessions.py.
 
-    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
+    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them. Raises
     UserError if the provider, a library or a GPU is missing, or if the file's inputs and outputs
     differ from the manifest's.
     """
@@ -116,8 +115,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     try:
         session = _open_shared(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-        is_refused = options.has_cuda_graphs and REFUSED_CAPTURE in str(error)
-        if is_refused and not options.must_capture:
+        if options.has_cuda_graphs and REFUSED_CAPTURE in str(error):
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
         raise UserError(

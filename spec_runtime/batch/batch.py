@@ -8,22 +8,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from spec_runtime.backends import run_each
-from spec_runtime.batch.answering import Observe
-from spec_runtime.batch.lane import Lane
+from spec_runtime.batch.lane import Lane, Observe
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.loop.call import Call
+from spec_runtime.loop.generate import Decoding, take_pass
 from spec_runtime.loop.result import Chunk
-from spec_runtime.loop.target import PREFILL_ROWS, Asked, verify_together
+from spec_runtime.loop.step import Step
+from spec_runtime.loop.target import PREFILL_ROWS, Asked, Verified, verify_together
 from spec_runtime.pace.row_budget import RowBudget
+from spec_runtime.trees.tree import TokenTree
 
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
 MOST_AWAITED = 2  # times its own prompt, of another's tokens that a call waits to see read
@@ -35,6 +36,7 @@ MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks rid
 log = logging.getLogger("spec_runtime")
 
 Owner = Any
+Found = list[tuple[Owner, Chunk | Exception]]
 MayGoOn = Callable[[Owner], bool]
 
 
@@ -71,16 +73,16 @@ class Batch:
         if parallel > 1:
             engine.share_rows()
         self._engine, self._max_gap = engine, max_gap
-        self._passes = engine.passes if parallel > 1 else None
+        self._passes = engine.lanes.passes if parallel > 1 else None
         self._openers: ThreadPoolExecutor | None = None  # of lanes, and of the passes' graphs
         self._opening: dict[Lane | None, Future[None]] = {}  # None: those graphs
         self._on_open: Callable[[], None] = lambda: None
         self._awaited: WeakKeyDictionary[Call, Call] = WeakKeyDictionary()  # see `lane_for`
-        self._lanes = [Lane(engine, k, parallel > 1) for k in range(parallel)]
+        self._lanes = [Lane(engine, k) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
         self._budget = RowBudget()
         self._row_seconds = 0.005  # of a prompt's row, until it is known
-        self._cycle_begun = 0.0
+        self._cycle_begun, self._cycle_tokens = 0.0, 0  # since the passes before
         self.on_pass: Callable[[Pass], None] = lambda ran: None
         self.has_gone_on = False
 
@@ -137,7 +139,7 @@ class Batch:
         free = [lane for lane in self._lanes if lane.is_free]
         if not free:
             return None
-        reads = [lane.call for lane in self._order if lane.call and _share(lane, call)]
+        reads = [lane.call for lane in self._order if _share(lane, call)]
         if reads and self._awaited.setdefault(call, reads[0]) in reads:
             return None
         closed = [lane for lane in free if self._openers is not None and not lane.is_open]
@@ -156,43 +158,32 @@ class Batch:
         self._awaited.pop(call, None)
         self._order.append(lane)
 
-    def turn(
-        self, may_go_on: MayGoOn = lambda owner: True
-    ) -> Generator[tuple[Owner, Chunk | Exception], None, None]:
-        """Takes all calls on to their next pass, and runs it; yields what comes of them, each with
-        its call's owner.
+    def turn(self, may_go_on: MayGoOn = lambda owner: True) -> Found:
+        """Takes all calls on by one pass; returns what comes of them, each with its call's owner.
 
-        Calls that may not go on wait, and so do those that come to a pass later. An error ends its
-        own call only, or all that share a pass that fails. `has_gone_on` says whether any went on.
+        Calls that may not go on wait. An error ends its own call only, or all that share a run that
+        fails. `has_gone_on` says whether any went on.
         """
-        going = [lane for lane in self._order if may_go_on(lane.owner)]
-        self.has_gone_on = bool(going)
-        self._share_out(going)
-        num_tokens = 0
-        waits = {lane for lane in going if lane.gate and lane.gate.asked and not lane.gate.verified}
-        for lane, found in self._advance([lane for lane in going if lane not in waits]):
-            num_tokens += len(found.token_ids) if isinstance(found, Chunk) else 0
-            yield lane.owner, found
+        lanes = [lane for lane in self._order if may_go_on(lane.owner)]
+        self.has_gone_on = bool(lanes)
+        found: Found = []
+        calls = [lane.call for lane in lanes]
+        for call in calls:
+            call.enter()
+        try:
+            for lane in lanes:
+                self._read(lane, found)  # it begins, or was ended meanwhile
+            lanes = [lane for lane in lanes if not lane.is_free]
+            self._share_out(lanes)
+            self._count_cycle(len(lanes))
+            num_groups = -(-len(lanes) // self._most_lanes)
+            for group in range(num_groups):
+                self._run(lanes[group::num_groups], found)
+        finally:
+            for call in calls:
+                call.leave()
         self._order = [lane for lane in self._order if not lane.is_free]
-        asking = [lane for lane in going if not lane.is_free and lane.gate and lane.gate.asked]
-        now = time.perf_counter()
-        if self._cycle_begun:
-            self._budget.add_cycle(num_tokens, now - self._cycle_begun)
-        self._cycle_begun = now if len(asking) > 1 else 0.0
-        most = 1
-        if self._passes is not None:
-            passes, is_beside = self._passes, self._openers is not None
-            most = passes.most_open if is_beside else passes.max_lanes
-        num_groups = -(-len(asking) // most)
-        for group in range(num_groups):
-            lanes = asking[group::num_groups]
-            try:
-                self._run(lanes)
-            except Exception as error:
-                for lane in lanes:
-                    lane.close()
-                    self._order.remove(lane)
-                    yield lane.owner, error
+        return found
 
     def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]:
         """Yields the chunks of prepared calls as they come, each with its call's number.
@@ -205,11 +196,10 @@ class Batch:
             while waiting or self._order:
                 while waiting and (lane := self.lane_for(waiting[0][1])) is not None:
                     self.begin(lane, *waiting.popleft())
-                with closing(self.turn()) as found:
-                    for number, chunk in found:
-                        if isinstance(chunk, Exception):
-                            raise chunk
-                        yield number, chunk
+                for number, chunk in self.turn():
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    yield number, chunk
         finally:
             self.close()
 
@@ -219,13 +209,27 @@ class Batch:
             lane.close()
         self._order = []
 
+    @property
+    def _most_lanes(self) -> int:
+        """Returns how many lanes one pass takes now."""
+        if self._passes is None:
+            return 1
+        return self._passes.max_lanes if self._openers is None else self._passes.most_open
+
+    def _count_cycle(self, num_lanes: int) -> None:
+        """Tells the budget how many tokens came between the passes before and these."""
+        now = time.perf_counter()
+        if self._cycle_begun:
+            self._budget.add_cycle(self._cycle_tokens, now - self._cycle_begun)
+        self._cycle_begun, self._cycle_tokens = now if num_lanes > 1 else 0.0, 0
+
     def _share_out(self, lanes: Sequence[Lane]) -> None:
         """Sets how many rows each lane may ask of the next pass."""
         if len(lanes) == 1:
             lanes[0].limit(PREFILL_ROWS, PREFILL_ROWS)
             return
         most = self._budget.most_rows(max(1, len(lanes)))
-        reading = [lane for lane in lanes if lane.is_reading and lane.num_unread > 0]
+        reading = [lane for lane in lanes if lane.num_unread > 0]
         left = PREFILL_ROWS
         if len(reading) < len(lanes):  # others decode
             line = self._budget.line(len(lanes))
@@ -237,72 +241,68 @@ class Batch:
         for lane, share in zip(reading, shares, strict=True):
             lane.limit(most, share)
 
-    def _advance(self, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Chunk | Exception]]:
-        """Takes lanes to their next pass, and the budget with them; yields what comes of it."""
-        judged = [
-            (lane, lane.gate.asked.tree)
-            for lane in lanes
-            if lane.gate and lane.gate.asked and not lane.is_reading
-        ]
-        moving = lanes
-        for lane in lanes:
-            lane.seconds = 0.0
-        while moving:
-            for lane in moving:
-                try:
-                    for chunk in lane.advance():
-                        yield lane, chunk
-                except Exception as error:
-                    lane.close()
-                    yield lane, error
-            moving = [lane for lane in moving if lane.gate and lane.gate.drafting]
-            try:
-                self._run_drafts(moving)
-            except Exception as error:
-                for lane in moving:
-                    lane.close()
-                    yield lane, error
-                moving = []
+    def _run(self, lanes: Sequence[Lane], found: Found) -> None:
+        """Takes these lanes on by one pass that they share."""
+        decodings = {lane.decoding: lane for lane in lanes}
+        for decoding in decodings:
+            decoding.host_seconds = 0.0
+        run_drafts = run_each if self._passes is None else self._passes.run_drafts
+
+        def verify(drafted: Sequence[Decoding], asked: Sequence[Asked]) -> list[Verified]:
+            return self._verify([decodings[each] for each in drafted], [*asked])
+
+        errors = take_pass([*decodings], run_drafts, verify)
+        for decoding, lane in decodings.items():
+            if (error := errors.pop(decoding, None)) is not None:
+                lane.close()
+                found.append((lane.owner, error))
+                continue
+            begin, step = time.perf_counter(), decoding.step
+            self._read(lane, found)
+            decoding.host_seconds += time.perf_counter() - begin
+            if step is not None and step.tree is not None:
+                self._judge(lane, step, step.tree, decoding.host_seconds)
+
+    def _read(self, lane: Lane, found: Found) -> None:
+        """Gives out what the lane's last pass committed, and frees the lane if its call is over."""
+        try:
+            for chunk in lane.read():
+                self._cycle_tokens += len(chunk.token_ids)
+                found.append((lane.owner, chunk))
+        except Exception as error:
+            lane.close()
+            found.append((lane.owner, error))
+
+    def _judge(self, lane: Lane, step: Step, tree: TokenTree, host_seconds: float) -> None:
+        """Tells the budget what a draft was worth, and what the step took of the host."""
+        self._budget.add_step(tree, step.num_accepted)
         num_lanes = len(self._order)
-        for lane, before in judged:
-            self._budget.add_step(before, lane.num_accepted)
-            if lane.gate and lane.gate.asked and num_lanes > 1:
-                self._budget.add_host(lane.seconds, lane.gate.asked.tree.num_nodes > 1)
-                num_nodes = before.num_nodes - 1
-                self._budget.judge(lane.gain, num_lanes, num_nodes, lane.num_accepted)
+        if num_lanes > 1 and not lane.is_free:
+            self._budget.add_host(host_seconds, step.num_drafted > 0)
+            self._budget.judge(lane.gain, num_lanes, step.num_drafted, step.num_accepted)
 
-    def _run_drafts(self, lanes: Sequence[Lane]) -> None:
-        """Runs what these lanes' drafters wait for."""
-        begin = time.perf_counter()
-        runs = [lane.gate.drafting for lane in lanes if lane.gate and lane.gate.drafting]
-        (run_each if self._passes is None else self._passes.run_drafts)(runs)
-        for lane in lanes:
-            lane.seconds += (time.perf_counter() - begin) / len(lanes)
-
-    def _run(self, lanes: Sequence[Lane]) -> None:
+    def _verify(self, lanes: Sequence[Lane], asked: list[Asked]) -> list[Verified]:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""
-        gates = [lane.gate for lane in lanes if lane.gate is not None]
-        asked = [gate.asked for gate in gates if gate.asked is not None]
         sizes_by_lane = [each.tree.num_nodes for each in asked]
-        prompt_rows = sum(
-            n for n, lane in zip(sizes_by_lane, lanes, strict=True) if lane.is_reading
-        )
-        num_decoding = sum(not lane.is_reading for lane in lanes)
+        is_reading = [lane.num_unread > 0 for lane in lanes]
+        prompt_rows = sum(n for n, reads in zip(sizes_by_lane, is_reading, strict=True) if reads)
+        num_decoding = len(lanes) - sum(is_reading)
         drafted = sum(sizes_by_lane) - prompt_rows - num_decoding
         if len(lanes) > 1:
-            cut = [k for k, lane in enumerate(lanes) if lane.cuts_trees and _has_odds(asked[k])]
+            cut = [
+                k
+                for k, lane in enumerate(lanes)
+                if not is_reading[k] and lane.cuts_trees and asked[k].tree.log_prob_N is not None
+            ]
             whole = sum(each.tree.num_nodes for k, each in enumerate(asked) if k not in cut)
             read = prompt_rows * self._row_seconds
             trees = [asked[k].tree for k in cut]
             sizes = self._budget.sizes(trees, len(lanes), whole - prompt_rows, read)
             for k, size in zip(cut, sizes, strict=True):
-                gates[k].asked = asked[k] = asked[k]._replace(tree=asked[k].tree.first(size))
+                asked[k] = asked[k]._replace(tree=asked[k].tree.first(size))
         begin = time.perf_counter()
-        targets = [lane.engine.target for lane in lanes]
-        found = verify_together(self._passes, targets, asked)
+        found = verify_together(self._passes, [lane.decoding.target for lane in lanes], asked)
         seconds = time.perf_counter() - begin
-        for gate, verified in zip(gates, found, strict=True):
-            gate.verified = verified
         rows = sum(each.tree.num_nodes for each in asked)
         if not prompt_rows:
             self._budget.add(len(lanes), rows, seconds)
@@ -312,21 +312,17 @@ class Batch:
             self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
         granted = rows - prompt_rows - num_decoding
         self.on_pass(Pass(len(lanes), rows, granted, drafted, prompt_rows, seconds))
-
-
-def _has_odds(asked: Asked) -> bool:
-    """Says whether a tree has probabilities, and nothing but drafted nodes."""
-    return not asked.last_only and asked.tree.log_prob_N is not None
+        return found
 
 
 def _share(lane: Lane, call: Call) -> bool:
     """Says whether the lane reads a prompt that begins as the first half of this call's does, whose
     rows the call may copy soon: not much later than its own prompt could be read."""
     length = max(MIN_SHARED, len(call.prompt) // 2)
-    reads = lane.call.prompt if lane.is_reading and lane.call is not None else []
+    reads = lane.call.prompt if lane.num_unread > 0 else []
     is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
     is_soon = is_alike and lane.num_unread <= MOST_AWAITED * len(call.prompt)
-    return is_soon and lane.engine.may_reuse(call)
+    return is_soon and lane.engine.conversations.may_reuse(call)
 
 
 def _least(num_common: int) -> int:

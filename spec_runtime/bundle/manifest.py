@@ -369,7 +369,6 @@ FEATURES, TAPS, FUSED = "features", "taps.", "fused."
 BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
 SAMPLING = "sampling"  # names the graph that finds the largest logits, on a device
-DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 # The most conversations that a pass takes together, where a bundle has graphs for that, and the
 # inputs of such a graph that say how many rows each has, and how many rows of logits, see
 # spec_export/graphs/lanes.py.
@@ -393,11 +392,6 @@ def feature_widths(target: Graph) -> dict[str, int]:
     """Returns the width of each output of a target's graph that drafters read."""
     widths = {spec.name: spec.shape[-1] for spec in target.outputs if is_feature(spec.name)}
     return {name: width for name, width in widths.items() if isinstance(width, int)}
-
-
-def fused_name(drafter: str) -> str:
-    """Names this drafter's fused step among the manifest's graphs (graphs/fused_step.py)."""
-    return f"{drafter}-fused"
 
 
 def lanes_name(num_lanes: int, graph: str = "target") -> str:

@@ -120,7 +120,6 @@ def command(
         "max_new_tokens": max_new_tokens,
         "nodes": nodes,
         **{name: loading[name] for name in ("backend", "cuda_graphs")},
-        "fused": [each.drafter for each in engines if each.fused is not None],
         "tuned": [each.drafter for each in engines if each.is_tuned],
         "system": system,
         "sampling": settings,
@@ -266,11 +265,6 @@ def _fix_size(engines: "list[Engine]", nodes: int) -> "list[Engine]":
     from spec_runtime.trees.budget import Budget
 
     for engine in engines:
-        if engine.fused is not None:
-            raise UserError(
-                f"got --nodes {nodes} with the fused step, expected one of them: its trees have "
-                f"{engine.fused.num_nodes} nodes"
-            )
         if nodes > engine.target.max_nodes:
             raise UserError(
                 f"got --nodes {nodes}, expected at most the bundle's scratch of "

@@ -60,7 +60,9 @@ def command(
 ) -> None:
     """Generate text from a prompt."""
     if trace is not None:
-        _require_traceable(trace, show_accepted, loading["fused"])
+        if show_accepted:
+            raise UserError("got --trace with --show-accepted, expected one of them")
+        require_writable(trace)
     if settings["logprobs"] is not None and not as_json:
         raise UserError("got --logprobs without --json, where they are printed; add --json")
     wanted = answer_format.response_format(json_schema, regex, grammar)
@@ -86,15 +88,6 @@ def command(
     printer.end()
     assert engine.last_result is not None
     print(options.summary_line(engine.last_result, loading), file=sys.stderr)
-
-
-def _require_traceable(trace: Path, show_accepted: bool, fused: bool | None) -> None:
-    """Raises UserError for options that --trace does not go with, and if its file cannot be
-    written."""
-    if show_accepted or fused:
-        other = "--show-accepted" if show_accepted else "--fused"
-        raise UserError(f"got --trace with {other}, expected one of them")
-    require_writable(trace)
 
 
 def _trace(

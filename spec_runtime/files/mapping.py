@@ -145,15 +145,10 @@ def from_mapping(
     """
     from pydantic import ValidationError
 
-    if not isinstance(data, Mapping):
-        raise error(f"{where}: got {_shown(data)}, expected a mapping")
     try:
-        _with_keys(data, cls)
-        return typing.cast(T, _validator(typing.cast(Any, cls)).validate_python(data))
+        return typing.cast(T, _validated(cls, data))
     except ValidationError as library_error:
         raise _refusal(data, library_error, where, error, none) from None
-    except UserError as wrong_keys:
-        raise error(f"{where}: {wrong_keys}") from None
 
 
 def require_types(kind: Any, data: Mapping[str, Any], where: str) -> None:
@@ -164,7 +159,7 @@ def require_types(kind: Any, data: Mapping[str, Any], where: str) -> None:
     from pydantic import ValidationError
 
     try:
-        _validator(kind).validate_python(data)
+        _validated(kind, data)
     except ValidationError as library_error:
         raise _refusal(data, library_error, where, UserError, "null") from None
 
@@ -217,9 +212,7 @@ class Checked:
 
         given = {name: _plain(value) for name, value in vars(self).items()}
         try:
-            values, _ = _validator(typing.cast(Any, type(self)), of_fields=True).validate_python(
-                given
-            )
+            values = _validated(_fields_of(typing.cast(Any, type(self))), given, None)
         except ValidationError as library_error:
             fault = _fault(given, library_error, "None")
         else:
@@ -240,29 +233,32 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
+def _validated(kind: Any, data: Any, most: int | None = MAX_INTEGER) -> Any:
+    """Returns `data` as the dataclass or TypedDict `kind`; raises pydantic's ValidationError."""
+    return _validator(kind, most).validate_python([data])[0]
+
+
 @cache
-def _validator(cls: type, of_fields: bool = False) -> SchemaValidator:
-    """Returns what builds the dataclass `cls` of a mapping, or, `of_fields`, checks its fields.
+def _validator(kind: Any, most: int | None) -> SchemaValidator:
+    """Returns what checks a list of `kind`: TypeAdapter takes no config with a dataclass itself.
 
     pydantic is imported here, by the first thing that is checked: it takes 50 ms.
     """
-    from pydantic import TypeAdapter
+    from pydantic import ConfigDict, TypeAdapter
     from pydantic_core import SchemaValidator
 
-    most = None if of_fields else MAX_INTEGER
-    # The list is there because TypeAdapter takes no config with a dataclass itself.
-    adapter = TypeAdapter(list[cls], config={"arbitrary_types_allowed": True})  # type: ignore[valid-type]
-    schema = _strict(_item_schema(adapter.core_schema), most)
-    while of_fields and schema["type"] != "dataclass-args":
-        schema = schema["schema"]
-    return SchemaValidator(schema)
+    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    return SchemaValidator(_strict(TypeAdapter(list[kind], config=config).core_schema, most))
 
 
-def _item_schema(schema: Any) -> Any:
-    """Returns the schema of a list's items."""
-    if schema["type"] == "definitions":
-        return schema | {"schema": _item_schema(schema["schema"])}
-    return schema["items_schema"]
+@cache
+def _fields_of(cls: Any) -> Any:
+    """Returns the fields of a dataclass as a TypedDict."""
+    from typing_extensions import TypedDict  # before Python 3.12 pydantic takes no other
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    return TypedDict("Fields", {name: hints[name] for name in names})  # type: ignore[operator]
 
 
 def _strict(schema: Any, most: int | None) -> Any:
@@ -284,8 +280,6 @@ def _strict(schema: Any, most: int | None) -> Any:
         schema["strict"] = True
     if kind == "int" and most is not None:
         schema = {"ge": -most, "le": most} | schema
-    if kind == "float":
-        schema["allow_inf_nan"] = False
     if kind in ("list", "tuple"):
         schema["fail_fast"] = True
     if kind == "nullable":  # as a union, so that a message says that None is allowed
@@ -371,30 +365,35 @@ _WORDS = {
     "missing": "more items",
     "too_short": "{min_length} or more items",
     "too_long": "at most {max_length} items",
+    "string_too_short": "{min_length} or more characters",
+    "string_too_long": "at most {max_length} characters",
 }
+
+
+def expected_by(problem: Mapping[str, Any], none: str) -> str:
+    """Returns what one of pydantic's problems expected; `none` is how None is written."""
+    if problem["type"] in _WORDS:
+        return _WORDS[problem["type"]].format(**_numbers(problem.get("ctx", {})), none=none)
+    return str(problem["msg"]).removeprefix("Input should be ")
 
 
 def _fault(data: Any, error: ValidationError, none: str) -> _Fault:
     """Returns the deepest of pydantic's problems: of a list with a wrong item, the item. Where the
     alternatives of a union all refuse a value, says what each of them expected."""
-    problems = [(_follow(data, each["loc"]), each) for each in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    problems = [(_follow([data], each["loc"]), each) for each in found]
     (place, value), problem = max(problems, key=lambda each: len(each[0][0]))
     refused = problem.get("ctx", {}).get("error")
     if isinstance(refused, AssertionError):
         raise refused
     alike = [each for (other, _), each in problems if other == place]
-    words = (
-        _WORDS[each["type"]].format(**_numbers(each.get("ctx", {})), none=none)
-        if each["type"] in _WORDS
-        else each["msg"].removeprefix("Input should be ")
-        for each in alike
-    )
+    words = (expected_by(each, none) for each in alike)
     if problem["loc"][-1:] == ("[key]",):
         value = problem["input"]
     *first, last = dict.fromkeys(words)
     expected = f"{', '.join(first)} or {last}" if first else last
-    field = str(problem["loc"][0]) if problem["loc"] else ""
-    return _Fault(field, "".join(place), value, expected, refused)
+    field = str(problem["loc"][1]) if problem["loc"][1:] else ""
+    return _Fault(field, "".join(place[1:]), value, expected, refused)
 
 
 def _numbers(context: Mapping[str, Any]) -> dict[str, Any]:

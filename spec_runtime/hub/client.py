@@ -113,12 +113,7 @@ def _errors_of_the_client() -> tuple[type[Exception], ...]:
     from huggingface_hub import errors
 
     http = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # by its version
-    network = (
-        errors.HTTPError,
-        http.InvalidURL,
-        errors.OfflineModeIsEnabled,
-        errors.XetDownloadError,
-    )
+    network = errors.HTTPError, errors.OfflineModeIsEnabled, errors.XetDownloadError
     files = errors.EntryNotFoundError, errors.FileMetadataError, errors.LocalTokenNotFoundError
     return *network, *files, http.InvalidURL, ValueError, RuntimeError
 

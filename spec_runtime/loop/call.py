@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
+from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.interruption import Interrupted, Interruption
-from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.fair_lock import Holder
+from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.options import Request
-from spec_runtime.loop.result import Chunk, GenerationResult, Piece
-from spec_runtime.loop.step import Step
 from spec_runtime.sampling import SamplingParams
-
-Steps = Generator[Step, None, GenerationResult]
+from spec_runtime.text.tokenizer import Codec
 
 
 class Call:
     """A checked prompt with its options, for one generation, see Engine.prepare.
 
-    Its time runs from its making on. `is_stream` says that its thread leaves it between two steps.
-    `form` says how the answer is read. `compile_grammar` makes the masks of the grammar that it has
-    to keep to; None is free text.
+    Its time runs from its making on. `stop_ids` are the tokens that end the answer, and `form` says
+    how it is read. `compile_grammar` makes the masks of the grammar that it has to keep to; None is
+    free text. `scores` takes the log-probabilities of the prompt, of which then no rows may be
+    reused, and with `only_reads` nothing is answered.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Call:
         request: Request,
         text: TextStream,
         form: AnswerForm,
+        stop_ids: frozenset[int],
         compile_grammar: Callable[[Interruption], PathMasks] | None = None,
     ) -> None:
         self.prompt = prompt
@@ -40,11 +41,13 @@ class Call:
         self.reuse = request.reuse
         self.text = text
         self.form = form
+        self.stop_ids = stop_ids
+        self.scores: PromptScores | None = None
+        self.only_reads = False
         self.masks: PathMasks | None = None
         self._compile_grammar = compile_grammar
         self.interruption: Interruption = request.interruption()
         self.holder = Holder()
-        self.is_stream = True
         self._is_left = threading.Event()  # set while no thread is inside
         self._is_left.set()
 
@@ -81,68 +84,20 @@ class Call:
             self._is_left.wait()
 
 
-class Run:
-    """Iterates over steps, and has the result that they return once they are through."""
+def make_call(
+    codec: Codec, prompt: list[int], request: Request, tools: Tools | None, num_logits: int
+) -> Call:
+    """Returns the call of an encoded prompt, whose grammar is left to `Call.compile`."""
+    params = request.sampling
+    text = TextStream(codec.decode, params.stop, prompt)
+    form = form_of(codec, prompt, tools)
+    eos = () if params.ignore_eos else codec.eos
+    stop_ids = frozenset([*params.stop_token_ids, *eos])
+    if (grammar := params.grammar) is None:
+        return Call(prompt, request, text, form, stop_ids)
 
-    result: GenerationResult
+    def compile_grammar(interruption: Interruption) -> PathMasks:
+        matcher = codec.matcher(grammar, num_logits, interruption)
+        return PathMasks(form.after_thinking(matcher, codec.eos, num_logits), codec.eos)
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[Step]:
-        self.result = yield from self._steps
-
-
-def read_result(steps: Steps) -> GenerationResult:
-    """Runs the steps to their end and returns the result."""
-    run = Run(steps)
-    with closing(steps):
-        for _ in run:
-            pass
-    return run.result
-
-
-def read_texts(steps: Steps, text: TextStream) -> Generator[str, None, GenerationResult]:
-    """Yields pieces of the text as they come; returns the result."""
-    run = Run(steps)
-    with closing(steps):
-        for _ in run:
-            if piece := text.take():
-                yield piece
-        if piece := text.take():
-            yield piece
-    return run.result
-
-
-def read_chunks(steps: Steps, call: Call) -> Generator[Chunk, None, GenerationResult]:
-    """Yields a chunk a step, and a last one with the result, which is returned, too."""
-    text, reader = call.text, call.form.reader()
-    depths: list[int] = []  # of all tokens so far
-    has_logprobs = call.params.logprobs is not None
-    none = () if has_logprobs else None
-    run = Run(steps)
-    with closing(steps):
-        for step in run:
-            depths += step.depths
-            pieces = _pieces(text, depths)
-            released = "".join(piece.text for piece in pieces)
-            yield Chunk(
-                text=released,
-                token_ids=tuple(step.tokens),
-                logprobs=tuple(step.logprobs) if has_logprobs else None,
-                depths=tuple(step.depths),
-                pieces=pieces,
-                num_drafted=step.num_drafted,
-                text_ends=tuple(text.ends[len(depths) - len(step.tokens) : len(depths)]),
-                parts=tuple(reader.push(released)),
-            )
-        pieces = _pieces(text, depths)
-        rest = "".join(piece.text for piece in pieces)
-        parts = tuple(reader.push(rest, is_end=True))
-        yield Chunk(text=rest, logprobs=none, pieces=pieces, result=run.result, parts=parts)
-    return run.result
-
-
-def _pieces(text: TextStream, depths: list[int]) -> tuple[Piece, ...]:
-    """Returns the text released since the last call, with the depths of its tokens."""
-    return tuple(Piece(piece, depths[token]) for token, piece in text.take_pieces())
+    return Call(prompt, request, text, form, stop_ids, compile_grammar)

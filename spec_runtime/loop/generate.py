@@ -1,17 +1,19 @@
 """Runs the loop: draft -> verify -> accept -> commit. Plain decoding is the one-node tree.
 
-The loop is a Python generator of committed tokens. Text stays outside: a hook of `Ending` says
+An answer on its way is data, a `Decoding`. `take_pass` takes any number of them from one pass of
+the target to the next; one by itself is the same loop. Text stays outside: a hook of `Ending` says
 which token ends a stop string.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from spec_runtime.backends import GraphRun, run_at_once
+from spec_runtime.backends import GraphRun, run_each
 from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.interruption import Interrupted
@@ -28,52 +30,97 @@ from spec_runtime.trees.tree import TokenTree
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
 
+# Runs what several want of the next pass; the answers are valid until the pass after it.
+Verify = Callable[[Sequence["Decoding"], Sequence[Asked]], Sequence[Verified]]
 
-WAITS = Step([], num_accepted=0)  # stands for no step: the generation waits at its gate
+
+def verify_alone(decodings: Sequence[Decoding], asked: Sequence[Asked]) -> list[Verified]:
+    """Runs a pass of its own for each of these."""
+    return [each.target.verify(*what) for each, what in zip(decodings, asked, strict=True)]
 
 
-@dataclass
-class Gate:
-    """Where a generation waits for runs that it shares with others.
+def take_pass(
+    decodings: Sequence[Decoding],
+    run_drafts: Callable[[Sequence[GraphRun]], None] = run_each,
+    verify: Verify = verify_alone,
+) -> dict[Decoding, Exception]:
+    """Takes these from one pass of the target to the next: draft -> verify -> accept -> commit.
 
-    `drafting` is the run of its drafter that it waits for, or None. `asked` is what it wants of the
-    target's pass while it waits for that: a tree of at most `max_rows` nodes, or `chunk_rows`
-    tokens of its prompt. Whoever runs the pass may cut the tree, and sets `verified`.
+    Each has its `step` afterwards. `run_drafts` runs what their drafters wait for, and `verify`
+    the pass. Returns errors: one ends its own decoding only, or all that share a run that fails.
     """
-
-    max_rows: int = PREFILL_ROWS
-    chunk_rows: int = PREFILL_ROWS
-    drafting: GraphRun | None = None
-    asked: Asked | None = None
-    verified: Verified | None = None
-
-    def verify(
-        self, proposing: Generator[GraphRun, None, Asked]
-    ) -> Generator[Step, None, Verified]:
-        """Yields WAITS for each run of the drafter and for the pass; returns what the pass said."""
+    asked, errors = draft(decodings, run_drafts)
+    drafted = list(asked)
+    if not drafted:
+        return errors
+    try:
+        found = verify(drafted, list(asked.values()))
+    except Exception as error:
+        return errors | dict.fromkeys(drafted, error)
+    for decoding, verified in zip(drafted, found, strict=True):
+        begin = time.perf_counter()
         try:
-            while True:
-                self.drafting = next(proposing)
-                yield WAITS
-        except StopIteration as end:
-            self.asked = end.value
-        finally:
-            self.drafting = None
-        yield WAITS
-        verified, self.asked, self.verified = self.verified, None, None
-        assert verified is not None, "no pass was run"
-        return verified
+            decoding.accept(verified)  # and commits
+        except Interrupted:
+            decoding.is_interrupted = True
+        except Exception as error:
+            errors[decoding] = error
+        decoding.host_seconds += time.perf_counter() - begin
+    return errors
 
 
-@dataclass
-class Generation:
-    """Holds one generation: what runs it, the prompt, how it samples, and the answer so far.
+def draft(
+    decodings: Sequence[Decoding], run_drafts: Callable[[Sequence[GraphRun]], None]
+) -> tuple[dict[Decoding, Asked], dict[Decoding, Exception]]:
+    """Returns what each wants of the next pass, and errors; runs of their drafters that they come
+    to at the same time are made together."""
+    asked: dict[Decoding, Asked] = {}
+    errors: dict[Decoding, Exception] = {}
+    drafting = {decoding: decoding.proposing() for decoding in decodings}
+    while True:
+        runs: dict[Decoding, GraphRun] = {}
+        for decoding, proposing in drafting.items():
+            begin = time.perf_counter()
+            try:
+                runs[decoding] = next(proposing)
+            except StopIteration as end:
+                asked[decoding] = end.value
+            except Interrupted:
+                decoding.is_interrupted = True
+            except Exception as error:
+                errors[decoding] = error
+            decoding.host_seconds += time.perf_counter() - begin
+        if not runs:
+            return asked, errors
+        drafting = {decoding: drafting[decoding] for decoding in runs}
+        begin = time.perf_counter()
+        try:
+            run_drafts(list(runs.values()))
+        except Exception as error:
+            return asked, errors | dict.fromkeys(runs, error)
+        for decoding in runs:
+            decoding.host_seconds += (time.perf_counter() - begin) / len(runs)
+
+
+@dataclass(eq=False)
+class Decoding:
+    """Holds one answer on its way: what runs it, the prompt, how it samples, and the tokens so far.
+
+    Whoever runs passes asks `goes_on`, then what the pass has to compute (`proposing`): a chunk of
+    the prompt until all of it is read, and then a draft. `accept` takes in what the target says of
+    it. Between the two nothing is committed. `step` is what the last pass committed, None while the
+    prompt is read. Whenever there is a step, target.length = prompt + tokens - 1: the last token
+    has no row yet.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
-    `features` names the target's outputs that the proposer's features are made of.
-    `restored` says that the target's rows were brought back from a copy, of which the proposer
-    knows nothing. `masks` are those of the request's grammar, which no accepted token is outside
-    of, whatever the proposer drafts. With a `gate` it shares its passes with others.
+    `features` names the target's outputs that the proposer's features are made of. `restored` says
+    that the target's rows were brought back from a copy, of which the proposer knows nothing.
+    `masks` are those of the request's grammar, which no accepted token is outside of, whatever the
+    proposer drafts. `scores` takes the log-probabilities of the prompt's tokens, none of which may
+    be reused. With `only_reads` nothing comes after the prompt.
+
+    `max_rows` and `chunk_rows` bound what may be asked of the next pass: a tree's nodes, and tokens
+    of the prompt. `host_seconds` counts what the host and the drafter take.
     """
 
     target: Target
@@ -87,98 +134,81 @@ class Generation:
     features: tuple[str, ...] = (FEATURES,)
     restored: RestoredRows | None = None
     masks: PathMasks | None = None
-    gate: Gate | None = None
+    scores: PromptScores | None = None
+    only_reads: bool = False
     tokens: list[int] = field(default_factory=list)
+    step: Step | None = None
+    max_rows: int = PREFILL_ROWS
+    chunk_rows: int = PREFILL_ROWS
+    host_seconds: float = 0.0
+    is_in_step: bool = True  # or within the prompt: the rows are no whole step's
+    is_interrupted: bool = False  # within a step, as where a grammar's mask takes too long
 
-
-def generate(run: Generation) -> Generator[Step, None, None]:
-    """Yields the prompt's step, then one step per verify pass, until `run.ending` says stop.
-
-    Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet. The
-    loop goes on from the last of `run.tokens`, also where somebody else committed further steps
-    while it waited. With a gate it yields WAITS before each pass and each run of the drafter, which
-    somebody else runs. Raises Interrupted if `run.ending` says stop within the prompt.
-    """
-    decoding, gate = Decoding(run), run.gate
-    while decoding.goes_on():
-        if gate is None:
-            verified = run.target.verify(*run_at_once(decoding.proposing()))
-        else:
-            proposing = decoding.proposing(gate.max_rows, gate.chunk_rows)
-            verified = yield from gate.verify(proposing)
-        step = decoding.accept(verified)
-        if step is not None:
-            yield step
-
-
-class Decoding:
-    """Takes a generation from one pass of the target to the next, whoever runs the pass.
-
-    `proposing` says what the pass has to compute: a chunk of the prompt until all of it is read,
-    and then a draft. `accept` takes in what the target says of it. Between the two nothing is
-    committed.
-    """
-
-    def __init__(self, run: Generation) -> None:
-        self._run = run
-        self._sample = Sampler(run.params, run.target.vocab_size, run.prompt, run.masks)
-        names = run.features if run.proposer.wants_features else ()
+    def __post_init__(self) -> None:
+        self._sample = Sampler(self.params, self.target.vocab_size, self.prompt, self.masks)
+        names = self.features if self.proposer.wants_features else ()
         self._wants = Wants(names, self._sample.reads_top)
-        self._accept, self._budget = _acceptance(run.params, self._sample, run.budget)
-        self._clock = Clock(run.stats.timings)
-        self._num_read = run.reused  # tokens of the prompt that have rows
+        self._accept, self._budget = _acceptance(self.params, self._sample, self.budget)
+        self._clock = Clock(self.stats.timings)
+        self._num_read = self.reused  # tokens of the prompt that have rows
         self._chunks_TF: list[np.ndarray] = []  # features of the prompt's new rows
         self._engine_seconds = 0.0  # the graphs' before the pass
 
     @property
+    def num_unread(self) -> int:
+        """Counts the prompt's tokens that have no rows yet."""
+        return len(self.prompt) - self._num_read
+
+    @property
     def is_reading(self) -> bool:
-        """Says whether a part of the prompt has no rows yet."""
-        return self._num_read < len(self._run.prompt)
+        return self.num_unread > 0
 
     def goes_on(self) -> bool:
-        """Asks, before a pass, whether the generation goes on; raises Interrupted if it ends within
-        the prompt."""
-        goes_on = self._run.ending.goes_on()
-        if self.is_reading and not goes_on:
-            raise Interrupted
-        return goes_on
+        """Asks, before a pass, whether there is one."""
+        return not self.is_interrupted and self.ending.goes_on()
 
-    def proposing(
-        self, max_rows: int = PREFILL_ROWS, chunk_rows: int = PREFILL_ROWS
-    ) -> Generator[GraphRun, None, Asked]:
+    def drop_rows(self) -> None:
+        """Forgets the rows of a prompt or a step that is not ended, as if it had never begun."""
+        # of rows that were brought back the proposer knows nothing
+        self.target.truncate(self.reused if self.restored is None else 0)
+        self.is_in_step = False
+
+    def proposing(self) -> Generator[GraphRun, None, Asked]:
         """Yields the drafter's runs and returns the arguments of `Target.verify` for the next pass:
-        a tree of at most `max_rows` nodes, or while the prompt is read, up to `chunk_rows` of its
-        tokens."""
-        run, target = self._run, self._run.target
+        a tree, or while the prompt is read, some of its tokens."""
+        target, num_rows = self.target, self.chunk_rows
         self._clock.start()
+        self.is_in_step, self.step = True, None
         if self.is_reading:
-            unread = run.prompt[self._num_read :]
-            if len(unread) == chunk_rows + 1 > 3:  # a row by itself is computed in another form
-                chunk_rows -= 1
-            chunk = TokenTree.chain(unread[:chunk_rows])
-            return Asked(chunk, self._wants, last_only=True)
-        self._engine_seconds = target.run_seconds + run.proposer.run_seconds
-        limited = self._budget.within(run.ending.remaining - 1).rooted_at(target.length)
-        tree = yield from run.proposer.drafting(run.tokens[-1], limited.at_most(max_rows))
+            if self.num_unread == num_rows + 1 > 3:  # a row by itself is computed in another form
+                num_rows -= 1
+            chunk = TokenTree.chain(self.prompt[self._num_read :][:num_rows])
+            return Asked(chunk, self._wants, last_only=self.scores is None)
+        self._engine_seconds = target.run_seconds + self.proposer.run_seconds
+        limited = self._budget.within(self.ending.remaining - 1).rooted_at(target.length)
+        tree = yield from self.proposer.drafting(self.tokens[-1], limited.at_most(self.max_rows))
         self._clock.lap("draft")
         return Asked(tree, self._wants)
 
-    def accept(self, verified: Verified) -> Step | None:
-        """Commits what the pass over the last proposal says; returns the step, or None while the
-        prompt is not read to its end."""
+    def accept(self, verified: Verified) -> None:
+        """Commits what the pass over the last proposal says, which is the `step` from now on."""
         if self.is_reading:
-            return self._accept_chunk(verified)
-        run, target, tree, clock = self._run, self._run.target, verified.tree, self._clock
-        params, stats = run.params, run.stats
+            self.step = self._accept_chunk(verified)
+        else:
+            self.step = self._accept_draft(verified)
+        self.is_in_step = self.is_reading
+
+    def _accept_draft(self, verified: Verified) -> Step:
+        target, tree, stats, clock = self.target, verified.tree, self.stats, self._clock
         clock.lap("verify")
         path, token = self._accept(tree, TargetView(self._sample, tree, verified, target.length))
         clock.lap("accept")
-        step = end_step(path, [*tree.token_N[path[1:]].tolist(), token], run.ending)
+        step = end_step(path, [*tree.token_N[path[1:]].tolist(), token], self.ending)
         step = replace(
             step,
             features=verified.features(step.path) if self._wants.features else None,
             verified=verified,
-            logprobs=_logprobs(params, verified, step.path, step.tokens),
+            logprobs=_logprobs(self.params, verified, step.path, step.tokens),
             num_drafted=tree.num_nodes - 1,
             tree=tree,
             stats=stats,
@@ -186,11 +216,11 @@ class Decoding:
         clock.lap("other")
         target.commit(step.path)
         self._sample.commit(step.tokens)
-        run.proposer.commit(step)
-        run.tokens += step.tokens
+        self.proposer.commit(step)
+        self.tokens += step.tokens
         clock.lap("commit")
 
-        seconds = target.run_seconds + run.proposer.run_seconds - self._engine_seconds
+        seconds = target.run_seconds + self.proposer.run_seconds - self._engine_seconds
         stats.engine_seconds += seconds
         count_step(stats, step, bool(tree.children(step.path[-1])))
         clock.lap("other")
@@ -200,31 +230,54 @@ class Decoding:
         """Commits a chunk of the prompt; after the last one, starts the proposer and returns the
         first token's step."""
         num_rows = verified.tree.num_nodes
+        if self.scores is not None:
+            verified = self.scores.read(verified, self.prompt[self._num_read + 1 :])
         if self._wants.features:
             self._chunks_TF.append(verified.features(range(num_rows)))
-        self._run.target.commit(range(num_rows))
+        self.target.commit(range(num_rows))
         self._num_read += num_rows
         step = None if self.is_reading else self._begin(verified)
         self._clock.lap("prefill")
         return step
 
-    def _begin(self, verified: Verified) -> Step:
+    def _begin(self, verified: Verified) -> Step | None:
         """Draws the first token from what the target says of the prompt's last row."""
-        run, prompt = self._run, self._run.prompt
         features = np.concatenate(self._chunks_TF) if self._chunks_TF else None
         self._chunks_TF = []
-        tree = TokenTree.root(prompt[-1])
-        length = run.target.length - 1
-        _, token = self._accept(tree, TargetView(self._sample, tree, verified, length))
-        if run.restored is None:
-            run.proposer.start(prompt, features, run.reused)
+        if self.only_reads:
+            token = None
+            self.ending.finish_reason = "length"
         else:
-            run.proposer.start(prompt, run.restored.features_before(features), 0)
-        logprobs = _logprobs(run.params, verified, [0], [token])
-        tokens = run.ending.cut([token])
+            tree = TokenTree.root(self.prompt[-1])
+            length = self.target.length - 1
+            _, token = self._accept(tree, TargetView(self._sample, tree, verified, length))
+        if self.restored is None:
+            self.proposer.start(self.prompt, features, self.reused)
+        else:
+            self.proposer.start(self.prompt, self.restored.features_before(features), 0)
+        if token is None:
+            return None
+        logprobs = _logprobs(self.params, verified, [0], [token])
+        tokens = self.ending.cut([token])
         self._sample.commit(tokens)
-        run.tokens += tokens
-        return Step(tokens, num_accepted=0, logprobs=logprobs, features=features, stats=run.stats)
+        self.tokens += tokens
+        return Step(tokens, 0, logprobs=logprobs, features=features, stats=self.stats)
+
+
+class PromptScores:
+    """Takes how likely the tokens of a prompt were: the log-probability of each but the first,
+    under the target itself and after all tokens before it, and those of the `num_top` likeliest."""
+
+    def __init__(self, num_top: int) -> None:
+        self.entries: list[TokenLogprob] = []
+        self._num_top = num_top
+
+    def read(self, verified: Verified, following: Sequence[int]) -> Verified:
+        """Takes in the rows of a chunk, which `following` come after; returns the last one, as a
+        pass that is asked for no other has it."""
+        for row, token in zip(range(verified.tree.num_nodes), following, strict=False):
+            self.entries.append(token_logprob(verified.row(row), token, self._num_top))
+        return verified.last()
 
 
 class TargetView:

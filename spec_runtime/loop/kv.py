@@ -98,18 +98,6 @@ class SlotCache:
         assert 0 <= begin <= end <= self.length, (begin, end, self.length)
         return self._slot_S[begin:end]
 
-    @property
-    def taken_S(self) -> np.ndarray:
-        """bool[S]: True at the slots of committed rows. The caller must not change it."""
-        return self._taken_S
-
-    def free_slots(self, n: int) -> tuple[np.ndarray, int]:
-        """Returns the n lowest free slots i64[n], and the lowest slot above these and all taken
-        ones."""
-        slot_N = np.flatnonzero(~self._taken_S)[:n]
-        assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
-        return slot_N, 1 + max(self._top, int(slot_N[-1]))
-
     def hold(self, slot_N: np.ndarray) -> None:
         """Replaces `place` for nodes that a graph wrote to free slots of its own choice."""
         self._placed_N = slot_N

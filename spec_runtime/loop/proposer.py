@@ -1,14 +1,15 @@
-"""Declares what the loop and the fused step see of a drafter; plain decoding has a proposer too."""
+"""Declares what the loop sees of a drafter; plain decoding has a proposer too."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from spec_runtime.backends import Backend, GraphRun, run_at_once
+from spec_runtime.backends import GraphRun, run_at_once
+from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.loop.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import Candidates, Growing, TreeBuilder
@@ -49,6 +50,22 @@ class Proposer(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forgets all but the first `length` tokens; 0 must work from any state."""
+
+
+class OpenedDrafter(NamedTuple):
+    """A drafter ready to draft: its proposer and the trees that it may spend.
+
+    `features` names the target's outputs that it reads. `expected_accepted_length` was measured
+    when the bundle was built or checked, if it was. `is_tuned` says that a profile of
+    `spec-runtime tune` chose the budget.
+    """
+
+    name: str
+    proposer: Proposer
+    budget: Budget
+    features: tuple[str, ...] = (FEATURES,)
+    expected_accepted_length: float | None = None
+    is_tuned: bool = False
 
 
 class WithRuns:
@@ -111,24 +128,3 @@ class PlainProposer(StatelessProposer):
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         return TokenTree.root(token)
-
-
-class Follower(Protocol):
-    """Keeps a one-pass drafter's state in step with fused steps, which it does not see run."""
-
-    def enter(self, token: int) -> None:
-        """Completes all rows before the first step, whose root is `token`."""
-
-    def follow(self, tokens: list[int]) -> None:
-        """Takes over the drafter's rows of one step, which the graph wrote; `tokens` as in Step."""
-
-    def leave(self, feature_1F: np.ndarray) -> None:
-        """Takes the feature of the last committed position, after the last fused step."""
-
-
-@runtime_checkable
-class Fusable(Protocol):
-    """A one-pass proposer whose drafting a fused step can take over."""
-
-    def fusable(self) -> tuple[Follower, Backend | None]:
-        """Returns who follows the fused steps, and the backend whose cache they write, if any."""

@@ -32,8 +32,8 @@ class Step:
     verified: Verified | None = field(default=None, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
     num_drafted: int = 0
-    # Both None in a fused step. The counts are the generation's so far, and go on changing.
-    tree: TokenTree | None = field(default=None, repr=False)
+    tree: TokenTree | None = field(default=None, repr=False)  # None in the prompt's step
+    # The counts are the generation's so far, and go on changing.
     stats: Stats | None = field(default=None, repr=False)
 
     @property

@@ -236,10 +236,6 @@ def run(
 
 
 def _check_options(engine: Engine, params: SamplingParams) -> None:
-    if engine.fused is not None:
-        raise UserError(
-            "got a fused step, expected an engine without: it leaves no logits to judge"
-        )
     if params.rule not in ("greedy", "target_sampling"):
         raise UserError(
             f"got acceptance {params.rule}, expected target_sampling: only its tokens can be "

@@ -92,7 +92,7 @@ async def _run(
         traffic.seconds = time.perf_counter() - begin
     finally:
         await queue.close()
-        engine.close_lanes()
+        engine.lanes.close()
     return traffic
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec_runtime.backends import Backend, Runtime
+from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
-from spec_runtime.loop.proposer import Drafting, Follower
+from spec_runtime.loop.proposer import Drafting
 from spec_runtime.loop.target import Target
 from spec_runtime.proposers.rows import DrafterRows, LastFeature, RowsProposer
 from spec_runtime.trees.budget import Budget
@@ -79,10 +79,6 @@ class OnePassProposer(RowsProposer):
         base, reads_token = info.config["mask_token_base"], info.config.get("mask_reads_token")
         mask_ids = mask_input_ids(base, num_masks, bool(reads_token))
         return cls(rows, mask_ids, read_pairs(info), bool(reads_token))
-
-    def fusable(self) -> tuple[Follower, Backend | None]:
-        """See base.Fusable."""
-        return self._rows, self._rows.backend if isinstance(self._rows, DrafterRows) else None
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
         self._rows.add(token)

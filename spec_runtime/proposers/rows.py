@@ -22,7 +22,7 @@ from spec_runtime.bundle.manifest import (
     DrafterInfo,
     Graph,
 )
-from spec_runtime.loop.kv import Cache, SlotCache, open_cache
+from spec_runtime.loop.kv import Cache, open_cache
 from spec_runtime.loop.proposer import WithRuns
 from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import Target
@@ -78,16 +78,6 @@ class LastFeature:
 
     def truncate(self, length: int) -> None:
         self._feature_1F = None  # `start` brings the next one
-
-    def enter(self, token: int) -> None:
-        """See base.Follower."""
-
-    def follow(self, tokens: list[int]) -> None:
-        """See base.Follower."""
-
-    def leave(self, feature_1F: np.ndarray) -> None:
-        """See base.Follower."""
-        self.take(feature_1F)
 
     def run(self, outputs: Sequence[str]) -> Running:
         """Runs the graph on the position last committed."""
@@ -243,25 +233,6 @@ class DrafterRows:
     @property
     def backend(self) -> Backend:
         return self._backend
-
-    def enter(self, token: int) -> None:
-        """See base.Follower."""
-        self.add(token)
-        run_at_once(self._catch_up(most_waiting=0))
-
-    def follow(self, tokens: list[int]) -> None:
-        """See base.Follower."""
-        cache = self._cache
-        assert isinstance(cache, SlotCache), cache
-        cache.hold(cache.length + np.arange(len(tokens)))  # its rows are never out of order
-        cache.commit(range(len(tokens)))
-        self.tokens += tokens
-
-    def leave(self, feature_1F: np.ndarray) -> None:
-        """See base.Follower."""
-        self.tokens.pop()  # the root comes with `drafting`
-        self._cache.truncate(len(self.tokens) - self._first_token)
-        self._features_PF = feature_1F if self.wants_features else None
 
     def run(self, outputs: Sequence[str], extra_ids: np.ndarray | None = None) -> Running:
         """Runs the waiting rows (at least one) and keeps them; returns the outputs for the last row

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from spec_runtime.batch.answering import Observe
 from spec_runtime.batch.batch import Batch
+from spec_runtime.batch.lane import Observe
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.result import Chunk
 from spec_runtime.queue.admission import Admission, Place

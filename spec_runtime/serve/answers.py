@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from spec_runtime import Chunk, GenerationResult
-from spec_runtime.batch.answering import Observe
+from spec_runtime.batch.lane import Observe
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.loop.call import Call
 from spec_runtime.queue.engine_queue import EngineQueue, Prepare

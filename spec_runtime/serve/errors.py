@@ -16,11 +16,11 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from spec_runtime.errors import UserError
-from spec_runtime.files.mapping import brief
-from spec_runtime.options import declared, meant_by
+from spec_runtime.files.mapping import brief, expected_by
+from spec_runtime.options import meant_by
 from spec_runtime.queue.admission import QueueFull
-from spec_runtime.sampling import SamplingParams
 from spec_runtime.serve.ignored import DEFAULTS
+from spec_runtime.serve.openai.schemas import SAMPLED_FIELDS
 
 MAX_MESSAGE = 1200  # characters
 MOST_PROBLEMS = 1000  # of a body, that are looked at
@@ -44,6 +44,7 @@ INSTEAD = {
         ("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"),
         "'max_tokens'",
     ),
+    "max_tokens": "'max_output_tokens'",  # unknown to one API only
     "repeat_penalty": "'repetition_penalty'",
     **dict.fromkeys(("stop_strings", "stop_words", "until"), "'stop'"),
     **dict.fromkeys(("guided_json", "json_schema"), "'response_format' of type 'json_schema'"),
@@ -264,11 +265,10 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"We could not parse the JSON body of your request: {why}.")
     name = _named(place)
-    instead = _instead(name)
     if kind == "extra_forbidden":  # the place ends with the unknown field, whatever its name is
         outer, field = _named(place[:-1]), brief(place[-1], 80)
         name = f"{outer}.{field}" if outer else field
-        message = f"Unrecognized request argument supplied: {name}{instead}"
+        message = f"Unrecognized request argument supplied: {name}{_instead(name)}"
         return ApiError(400, message, param=name)
     if kind == "value_error" and not place:  # two fields that do not go together
         return ApiError(400, problem["msg"].removeprefix("Value error, ") + ".")
@@ -278,9 +278,12 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == "missing":
         message = f"Missing required parameter: '{name}'."
         return ApiError(400, message, param=name, code="missing_required_parameter")
-    what = problem["msg"].removeprefix("Value error, ")
+    instead = _instead(name) if kind == "none_required" else ""
+    expected = expected_by(problem, "null")
+    if kind == "value_error":  # of ours: "Value error, expected …"
+        expected = problem["msg"].partition(" expected ")[2]
     got = brief(repr(problem.get("input")), 80)
-    message = f"Invalid '{name}': got {got}, {what[:1].lower() + what[1:]}{instead}."
+    message = f"Invalid '{name}': got {got}, expected {expected}{instead}."
     return ApiError(400, message, param=name, code="invalid_value")
 
 
@@ -290,8 +293,8 @@ def _instead(name: str) -> str:
         return f"; use {INSTEAD[name]}"
     if name in DEFAULTS:
         return f"; here it is always {json.dumps(DEFAULTS[name])}"
-    meant = meant_by(name, declared(SamplingParams))
-    return f"; use '{meant}'" if meant else ""
+    meant = meant_by(name, SAMPLED_FIELDS)
+    return f"; use '{meant}'" if meant not in (None, name) else ""
 
 
 def _named(place: Sequence[Any]) -> str:

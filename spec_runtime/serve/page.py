@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spec_runtime import Engine, GenerationResult, SamplingParams, Step
-from spec_runtime.batch.answering import undrafted
+from spec_runtime.batch.lane import undrafted
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.proposer import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper

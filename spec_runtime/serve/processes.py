@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
 from spec_runtime import Engine
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from spec_runtime.serve.responses.store import ResponseStore
     from spec_runtime.serve.service import Service
 
-FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
 HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
 SWITCH_SECONDS = 0.001  # until the event loop has its turn beside threads that compute in Python
 STOP_SECONDS = 10.0  # that what was cut off at a stop has to end
@@ -109,7 +109,7 @@ class ServedBundles:
         open_compiler(engine)
         parallel = self.settings.parallel or engine.most_parallel
         if parallel > 1:
-            megabytes = engine.lane_bytes / 1e6
+            megabytes = engine.lanes.bytes(engine.drafter) / 1e6
             self.lanes = f", {parallel} answers together of {megabytes:.0f} MB each"
         settings = replace(self.settings, name=bundle.name, parallel=parallel)
         return Service(engine, settings, metrics, kept)
@@ -121,7 +121,7 @@ class ServedBundles:
             return self.open()
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(FAILED) from None
+            raise SystemExit(STARTUP_FAILURE) from None
 
 
 def open_compiler(engine: Engine) -> None:
@@ -238,7 +238,7 @@ def serve_by_workers(bundles: ServedBundles, bound: socket.socket, workers: int)
             pool.run()
         finally:
             del os.environ[SHARED_FOLDER]
-    if any(process.exitcode == FAILED for process in pool.processes):
+    if any(process.exitcode == STARTUP_FAILURE for process in pool.processes):
         raise UserError("a worker process could not start, see above; serve with --workers 1")
 
 
@@ -273,8 +273,11 @@ class Workers(Multiprocess):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _begun(self) -> Worker:
+        """Starts a worker. Closes its end of the pipe on which it says that it is well: otherwise
+        the wait for its word would go on after its death."""
         worker = Worker(self.config, self.sockets)
         worker.start()
+        worker.child_conn.close()
         return worker
 
     def terminate_all(self) -> None:
@@ -284,19 +287,13 @@ class Workers(Multiprocess):
         super().terminate_all()
 
     def keep_subprocess_alive(self) -> None:
-        """Replaces dead workers, says so, and no longer counts their gauges.
-
-        Closes the workers' ends of the pipes on which they say that they are well. Otherwise the
-        wait for a worker's word would go on after its death.
-        """
-        for process in self.processes:
-            process.child_conn.close()
+        """Replaces dead workers, says so, and no longer counts their gauges."""
         for number, process in enumerate(self.processes):
             if self.should_exit.is_set() or process.is_alive(HEALTH_SECONDS):
                 continue
             process.kill()  # one that hangs
             process.join()
-            if process.exitcode == FAILED:  # others in its place would fail as well
+            if process.exitcode == STARTUP_FAILURE:  # others in its place would fail as well
                 self.should_exit.set()
             elif not self.should_exit.is_set():
                 self._replace(number)

@@ -11,9 +11,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Chunk, Engine, SamplingParams, TokenLogprob
-from spec_runtime.batch.answering import Answering, Observe, ReadingEngine, ScoringEngine, undrafted
+from spec_runtime import Chunk, Engine, SamplingParams
 from spec_runtime.batch.batch import Batch
+from spec_runtime.batch.lane import Observe, undrafted
 from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.tools import (
     answer_or_call,
@@ -23,6 +23,7 @@ from spec_runtime.dialogue.tools import (
 )
 from spec_runtime.errors import UserError
 from spec_runtime.loop.call import Call
+from spec_runtime.loop.generate import PromptScores
 from spec_runtime.queue.admission import Admission
 from spec_runtime.queue.engine_queue import EngineQueue, Prepare
 from spec_runtime.sampling import LogitsProcessor
@@ -193,9 +194,8 @@ class Service:
         """Answers /v1/completions."""
         prompts, tokenizer = body.prompts, self.engine.tokenizer
         room, has_bos = self.engine.target.max_length, body.add_special_tokens is not False
-        # `prepare` fills these, and the engine the lists of scores
+        # `prepare` fills these, and the engine the scores
         echoes: list[Echo] | None = [] if body.echo else None
-        scores: dict[Call, list[TokenLogprob]] = {}
         self._require_few(body.num_choices * len(prompts))
 
         def prepare() -> list[Call]:
@@ -207,21 +207,20 @@ class Service:
                 if echoes is not None:  # ids that are no tokens were refused above
                     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
                     for call in choices:
-                        scores[call] = []
-                        echoes.append(Echo(text, ids, scores[call]))
+                        if body.logprobs is not None:
+                            call.scores = PromptScores(body.logprobs)
+                        scores = [] if call.scores is None else call.scores.entries
+                        echoes.append(Echo(text, ids, scores))
                 calls += choices
+            for call in calls:
+                call.only_reads = body.most_tokens(room) == 0
             return calls
 
         make_engine = self._with(body.drafter)
 
-        def observe(lane: Engine) -> Answering:
-            is_scored = body.scores_prompts
-            is_short = is_scored and body.most_tokens(room) < 2
-            engine = undrafted(lane) if is_short else make_engine(lane)
-            answering: Answering = engine
-            if is_scored and body.logprobs is not None:
-                answering = ScoringEngine(engine, body.logprobs, scores)
-            return answering if body.most_tokens(room) else ReadingEngine(answering)
+        def observe(lane: Engine) -> Engine:
+            is_short = body.scores_prompts and body.most_tokens(room) < 2
+            return undrafted(lane) if is_short else make_engine(lane)
 
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
         reply = ChoicesReply(writer, body.stream_options, len(prompts))
@@ -312,8 +311,7 @@ class Service:
         if len(ids) > most:
             raise ApiError(
                 400,
-                f"This server takes prompts of at most {most} tokens. However, yours has "
-                f"{len(ids)} tokens.",
+                f"got a prompt of {len(ids)} tokens, expected at most {most} at this server",
                 param=field,
                 code="context_length_exceeded",
             )
@@ -337,7 +335,8 @@ class Service:
 
     def _require_few(self, num_choices: int) -> None:
         if num_choices > self.settings.max_choices:
-            message = f"This server gives at most {self.settings.max_choices} answers a request."
+            most = self.settings.max_choices
+            message = f"got {num_choices} answers in one request, expected at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def _with(self, drafter: str | None) -> Callable[[Engine], Engine]:

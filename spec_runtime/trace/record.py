@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from spec_runtime.engine import Engine
-from spec_runtime.loop.call import Run
 from spec_runtime.loop.options import CallOptions
 from spec_runtime.loop.result import GenerationResult
 from spec_runtime.loop.stats import PHASES
@@ -65,12 +64,11 @@ def record(
     """Generates as `Engine.generate` does, and returns the trace; `on_text` gets the text in pieces
     as they come.
 
-    The drafter's fused step is not taken, since its trees are not known outside of its graph.
     Raises what `Engine.generate` raises.
     """
     observed = engine.observed(lambda proposer: proposer)
     call = observed.prepare(prompt, **options)
-    steps = observed.steps_of(call)
+    answering = observed.answering(call)
     raw: list[_Raw] = []
     places: list[tuple[_Raw, int]] = []  # of each token: its step and its depth
 
@@ -81,17 +79,18 @@ def record(
             of_step.pieces.append((text, depth))
             on_text(text)
 
-    run = Run(steps)
-    with closing(steps):
-        for step in run:
-            assert step.stats is not None, "a fused step"
+    with closing(answering):
+        while (step := answering.next_step()) is not None:
+            assert step.stats is not None
             kept = _Raw(replace(step, features=None, verified=None), dict(step.stats.timings))
             raw.append(kept)
             places += [(kept, depth) for depth in step.depths]
             take_text()
     take_text()
+    assert answering.result is not None, "it goes on"
     codec = engine.tokenizer
-    return Trace(codec.decode(call.prompt), engine.drafter, _traced(codec, raw), run.result)
+    steps = _traced(codec, raw)
+    return Trace(codec.decode(call.prompt), engine.drafter, steps, answering.result)
 
 
 def _traced(codec: Codec, raw: Sequence[_Raw]) -> tuple[TracedStep, ...]:

@@ -26,10 +26,7 @@ from spec_runtime import backends
 from spec_runtime.backends import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.loop.fused_steps import open_steps
-from spec_runtime.loop.kv import SlotCache
 from spec_runtime.loop.target import ARGMAX, TOP, Asked, Target, verify_together
-from spec_runtime.proposers import PROPOSERS
 from spec_runtime.trees.tree import TokenTree
 from tools.gpu.graphs import Feeder
 
@@ -179,26 +176,6 @@ class GraphRuns:
                 outputs = [spec.name for spec in graph.outputs if spec.name in FETCHED]
                 _run_phases(finding, lambda: backend.run(feeds, outputs))  # noqa: B023
 
-    def run_fused(self, info: bundles.DrafterInfo) -> None:
-        """Runs the fused step of a drafter, if it has one."""
-        name = bundles.fused_name(info.name)
-        graph = self._bundle.manifest.graphs.get(name)
-        if graph is None:
-            return
-        with self._finding(name) as finding:
-            target = self._target
-            proposer = PROPOSERS[info.name](self._bundle, info, self._runtime, target)
-            mark(name, OPEN)
-            steps = open_steps(self._bundle, graph, target, proposer, self._runtime)
-            _see_session(finding, target.lend()[0])
-            _, cache = target.lend()
-            assert isinstance(cache, SlotCache), cache
-            slot_N, fresh = cache.free_slots(steps.num_nodes)
-            width = steps._mask_width(fresh)
-            state, stepper = steps._first_state(0, slot_N, fresh, width), steps._stepper
-            # Started anew, so that all phases run the same one of its two bindings.
-            _run_phases(finding, stepper.step, lambda: stepper.start(state))
-
     def _open(
         self, finding: Finding, graph: bundles.Graph, start: Backend | None = None
     ) -> Backend:
@@ -228,12 +205,8 @@ def _see_session(finding: Finding, lender: Backend) -> None:
     finding.smallest_buffer = min(sizes, default=0)
 
 
-def _run_phases(
-    finding: Finding, run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
-) -> None:
+def _run_phases(finding: Finding, run: Callable[[], Any]) -> None:
     for phase in PHASES:
-        mark(finding.name, OPEN)
-        prepare()
         mark(finding.name, phase)
         run()
 
@@ -252,7 +225,6 @@ def main() -> None:
     runs.run_sampling()
     for info in bundle.manifest.drafters:
         runs.run_drafter(info)
-        runs.run_fused(info)
     print(json.dumps([dataclasses.asdict(finding) for finding in runs.findings]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spec_export.imports.drafters.importer import Overrides, run
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.model.hidden_states import features_and_taps
-from spec_export.training.checkpoint import load_drafter
+from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 
@@ -174,19 +175,32 @@ def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_a_build_names_what_was_given(
     folders: dict[str, Path], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder in which a build imports is gone when it loads the drafter."""
     monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
-    save = importer.save_drafter
+    read = importer.read
 
-    def save_all_but_one(out: Path, state: dict[str, Any], *rest: Any, **others: Any) -> Path:
-        return save(out, {key: state[key] for key in sorted(state)[1:]}, *rest, **others)
+    def read_all_but_one(*given: Any, **options: Any) -> SavedDrafter:
+        saved = read(*given, **options)
+        return replace(saved, state=dict(sorted(saved.state.items())[1:]))
 
-    monkeypatch.setattr(importer, "save_drafter", save_all_but_one)
+    monkeypatch.setattr(importer, "read", read_all_but_one)
     options = BuildOptions(
         model=str(llama), drafter_checkpoints=[folders["medusa"]], out=tmp_path / "bundle"
     )
     with pytest.raises(UserError, match=rf"^{folders['medusa']}\b.*blocks\.0\.0\.bias"):
         make_bundle.build(options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_build_gets_the_weights_that_a_folder_would_keep(
+    llama: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    state = {name: each.to(dtype) for name, each in eagle_state(EAGLE, True).items()}
+    folder = write(tmp_path / "theirs", EAGLE, state, "model.safetensors")
+    read = importer.read(str(folder), str(llama), is_measured=False)
+    kept = load_drafter(run(str(folder), str(llama), tmp_path / "ours", is_measured=False))
+    assert read.state.keys() == kept.state.keys()
+    assert all(torch.equal(each, kept.state[name]) for name, each in read.state.items())
+    assert json.loads(json.dumps(read.config)) == kept.config
 
 
 def test_an_imported_drafter_is_measured_and_changes_no_token(

@@ -26,7 +26,7 @@ NOT_ON_CUDA = {"Pad", "ReduceMax"}
 @pytest.mark.parametrize(
     ("names", "options"),
     [
-        (ALL, {"precision": "fp32", "fuse": True}),
+        (ALL, {"precision": "fp32"}),
         (ALL, {"precision": "fp16", "device": "cuda"}),
         (["parallelspec"], {"precision": "int8"}),
         (ALL, {"precision": "int4"}),

@@ -102,7 +102,7 @@ class Workshop:
         return self._once(f"{drafter}-{precision}", lambda: self._bundle(drafter, precision))
 
     def cuda_bundle(self, precision: str) -> Path:
-        """Returns a bundle for CUDA with every trainable drafter, and the fused steps there are."""
+        """Returns a bundle for CUDA with every trainable drafter."""
         return self._once(f"cuda-{precision}", lambda: self._cuda_bundle(precision))
 
     def _llama(self) -> Path:
@@ -151,7 +151,7 @@ class Workshop:
 
     def _cuda_bundle(self, precision: str) -> Path:
         out, names = self.folder / "bundles" / f"cuda-{precision}", drafters.trainable()
-        return self.build(out, *names, precision=precision, device="cuda", fuse=True)
+        return self.build(out, *names, precision=precision, device="cuda")
 
 
 class FluentWorkshop(Workshop):

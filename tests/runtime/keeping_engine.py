@@ -13,8 +13,8 @@ from toy_engine import make_proposer
 from spec_runtime import Engine
 from spec_runtime.backends import RowBackend
 from spec_runtime.dialogue.chat_template import ChatTemplate
-from spec_runtime.engine import OpenedDrafter
 from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.proposer import OpenedDrafter
 from spec_runtime.loop.target import Target
 from spec_runtime.trees.budget import Budget
 

@@ -17,6 +17,7 @@ for module in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 from gates import PATIENCE, GatedRuns, wait_until  # noqa: E402
+from starlette.testclient import TestClient  # noqa: E402
 from starlette.types import ASGIApp  # noqa: E402
 from toy_backend import CHATML, ByteTokenizer  # noqa: E402
 from toy_engine import make_engine  # noqa: E402
@@ -100,6 +101,14 @@ def served(engine: Engine | None = None, **settings: Any) -> Iterator[Served]:
 def app_of(engine: Engine, settings: Settings) -> Any:
     """Returns the app of one engine."""
     return make_app(models_of(Service(engine, settings)), settings)
+
+
+@contextmanager
+def in_process(engine: Engine | None = None, **settings: Any) -> Iterator[TestClient]:
+    """Gives a client of an app without a port, for tests to which connections are nothing."""
+    app = app_of(engine or toy_engine(), Settings("toy", **settings))
+    with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
+        yield client
 
 
 @contextmanager

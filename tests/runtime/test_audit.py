@@ -19,9 +19,10 @@ from toy_engine import make_proposer, random_prompt
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine
 from spec_runtime.loop import generate
 from spec_runtime.loop.kv import open_cache
+from spec_runtime.loop.proposer import OpenedDrafter
 from spec_runtime.loop.target import NEAR_TIE, Target, top_gap
 from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt

@@ -18,6 +18,7 @@ from gates import PATIENCE, GatedRuns, wait_until
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import Engine, GenerationResult, Piece, SamplingParams, interruption
+from spec_runtime.loop.reading import read_steps
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget
 
@@ -164,6 +165,42 @@ def test_waiting_counts() -> None:
     assert waiting.result(PATIENCE).finish_reason == "timeout"
     assert "".join(stream)
     assert engine.generate([1, 2, 3], max_new_tokens=3, timeout=PATIENCE).token_ids
+
+
+@pytest.mark.parametrize("way", ["whole", "closed", "interrupted while it waits", "failed"])
+def test_an_engine_forgets_calls_that_are_over(way: str) -> None:
+    engine, event = engine_of(), threading.Event()
+    call = engine.prepare(PROMPT, max_new_tokens=9, cancel=event)
+    steps, forgotten = read_steps(engine.answering(call)), weakref.ref(call)
+    del call
+    if way == "whole":
+        assert list(steps)
+    elif way == "closed":
+        next(steps)
+        steps.close()
+    elif way == "failed":
+        engine.target._backend.run = None  # type: ignore[method-assign, assignment]
+        with pytest.raises(TypeError):
+            next(steps)
+    else:
+        held = open_in_thread(engine)
+        event.set()
+        assert not list(steps)
+        held.close()
+    del steps
+    gc.collect()
+    assert forgotten() is None
+
+
+def open_in_thread(engine: Engine) -> Any:
+    """Returns a stream that another thread has begun to read."""
+
+    def begin() -> Any:
+        stream = engine.stream(PROMPT, max_new_tokens=30)
+        next(stream)
+        return stream
+
+    return ThreadPoolExecutor(1).submit(begin).result(PATIENCE)
 
 
 # ---- closed ----

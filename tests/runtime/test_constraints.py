@@ -489,7 +489,7 @@ def test_free_text_and_any_object() -> None:
 def test_constraints_and_sampling_are_refused_where_they_cannot_go() -> None:
     with pytest.raises(ValueError, match="got ignore_eos with response_format, expected one"):
         SamplingParams(response_format=as_regex("a"), ignore_eos=True)
-    assert not SamplingParams(response_format=as_regex("a")).is_plainly_greedy  # no fused step
+    assert not SamplingParams(response_format=as_regex("a")).is_plainly_greedy
     assert not SamplingParams(logits_processor=lambda tokens, row: row).is_plainly_greedy
     assert SamplingParams(response_format={"type": "text"}).is_plainly_greedy
 

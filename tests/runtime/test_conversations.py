@@ -13,8 +13,9 @@ from keeping_engine import MAX_LENGTH, MODEL, keeping
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import Engine
-from spec_runtime.engine import OpenedDrafter
 from spec_runtime.loop.conversations import MIN_ROWS
+from spec_runtime.loop.proposer import OpenedDrafter
+from spec_runtime.loop.reading import read_chunks
 from spec_runtime.loop.row_store import ConversationRows, RowStore
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget
@@ -75,7 +76,7 @@ def test_a_prompt_left_in_the_middle_after_rows_came_back(drafter: str) -> None:
         return run(*arguments)
 
     backend.run = cancel_and_run
-    (last,) = engine.answer(interruption)
+    (last,) = read_chunks(engine.answering(interruption))
     backend.run = run
     assert last.result is not None
     assert last.result.finish_reason == "cancelled"
@@ -105,7 +106,7 @@ def test_an_error_at_any_stage_loses_no_answer(
         engine, first = after_two(drafter)
         parts: list[Any] = [
             engine.target.lend()[0],
-            engine._open_parts().drafter.proposer,
+            engine.proposer,
             engine.tokenizer,
         ]
         owner = next(part for part in parts if hasattr(part, stage))

@@ -22,7 +22,6 @@ from workshop import Workshop
 from spec_runtime.backends.base import Runtime
 from spec_runtime.backends.cuda import libraries as cuda_libraries
 from spec_runtime.backends.cuda.libraries import DRIVER, LIBRARIES, library_folders
-from spec_runtime.backends.session import REFUSED_CAPTURE
 
 ABSENT = "cannot open shared object file"
 
@@ -156,13 +155,8 @@ for path in map(Path, sys.argv[1:]):
         for values in (inputs.get_inputs(), inputs.get_outputs())
     )
     graph = Graph(path.name, "stateless", ins, outs)
-    for must_capture in (True, False):
-        try:
-            options = SessionOptions(1, "cuda", True, must_capture=must_capture)
-            session = open_session(path, graph, options)
-            about[f"{path.stem} {must_capture}"] = session.get_provider_options()
-        except ValueError as error:
-            about[f"{path.stem} {must_capture}"] = str(error.__cause__)
+    session = open_session(path, graph, SessionOptions(1, "cuda", True))
+    about[path.stem] = session.get_provider_options()
 print(json.dumps(about))
 """
 
@@ -188,8 +182,7 @@ def test_sessions_on_the_real_provider(standin: StandIn, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     about = json.loads(done.stdout)
     assert about["cudnn"] == "0"
-    assert REFUSED_CAPTURE in about["pad True"]
-    for name, is_captured in (("scatter True", "1"), ("scatter False", "1"), ("pad False", "0")):
+    for name, is_captured in (("scatter", "1"), ("pad", "0")):
         settings = about[name]["CUDAExecutionProvider"]
         assert (settings["use_tf32"], settings["enable_cuda_graph"]) == ("0", is_captured)
     (warning,) = done.stderr.splitlines()
@@ -217,7 +210,6 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
             drafter_checkpoints=[workshop.drafter("parallelspec")],
             precision="fp16",
             device="cuda",
-            fuse=True,
             out=tmp_path_factory.mktemp("first") / "bundle",
         )
     )
@@ -228,7 +220,7 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
     ("flags", "is_captured"),
     [
         ([], True),
-        (["--no-fused", "--temperature", "0.8", "--seed", "1"], True),
+        (["--temperature", "0.8", "--seed", "1"], True),
         (["--no-cuda-graphs"], False),
     ],
 )

@@ -16,6 +16,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.loop import generate
 from spec_runtime.loop.stats import Stats
 from spec_runtime.loop.step import Ending, Step, count_step
+from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
 from spec_runtime.trees.budget import Budget, Grown
@@ -318,6 +319,47 @@ def test_features_are_copied_only_for_those_who_want_them() -> None:
         engine.generate([1, 2, 3], max_new_tokens=5)
     assert {drafter for drafter, name in asked if name != "logits"} == {"parallelspec"}
     assert ("parallelspec", "taps.2") in asked
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_no_row_of_a_prompt_is_computed_by_itself(num_chunks: int) -> None:
+    """A graph computes it in another form than rows among others."""
+    prompt = random_prompt(1, length=num_chunks * PREFILL_ROWS + 1)
+    engine = make_engine("none", max_length=len(prompt) + 8)
+    backend: Any = engine.target._backend
+    sizes, inner = [], backend.run
+
+    def spy(feeds: Any, outputs: Any) -> Any:
+        sizes.append(feeds["input_ids"].shape[1])
+        return inner(feeds, outputs)
+
+    backend.run = spy
+    engine.generate(prompt, max_new_tokens=1)
+    assert sizes == [*[PREFILL_ROWS] * (num_chunks - 1), PREFILL_ROWS - 1, 2]
+
+
+@pytest.mark.parametrize("is_between", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_are_relied_on_unless_a_step_was_broken_off(drafter: str, is_between: bool) -> None:
+    engine, prompt = make_engine(drafter, peak=9.0), random_prompt(2)
+    expected = make_engine(drafter, peak=9.0).generate(prompt, max_new_tokens=20).token_ids
+    backend: Any = engine.target._backend
+    inner, steps = backend.run, engine.steps(prompt, max_new_tokens=20)
+    seen = [next(steps), next(steps)]
+
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("it broke")
+
+    if is_between:
+        steps.close()
+    else:
+        backend.run = fail
+        with pytest.raises(ValueError, match="it broke"):
+            next(steps)
+        backend.run = inner
+    again = engine.generate([*prompt, *seen[0].tokens], max_new_tokens=20 - len(seen[0].tokens))
+    assert again.token_ids == expected[len(seen[0].tokens) :]
+    assert again.usage.reused_tokens == (len(prompt) if is_between else 0)
 
 
 @pytest.mark.parametrize(

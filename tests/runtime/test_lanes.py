@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from keeping_engine import keeping
 from small import toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime import AsyncEngine, UserError
+from spec_runtime import AsyncEngine, Session, UserError
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.result import Chunk, GenerationResult
@@ -25,6 +27,7 @@ from spec_runtime.pace.row_budget import (
     FIRST_REST,
     LEARNT_PASSES,
     PROBE_STEPS,
+    SHARED_ROWS,
     Gain,
     Line,
     RowBudget,
@@ -129,6 +132,51 @@ def test_closing_and_cancelling_an_engine_reach_its_lanes() -> None:
     for lane in lanes:
         with pytest.raises(RuntimeError, match="this engine is closed"):
             lane.generate("abc")
+
+
+@pytest.mark.parametrize("way", ["generate", "stream", "chunks", "session", "batch"])
+def test_a_pass_is_run_below_few_generators(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that waits for a pass is handed on by two others at most."""
+    engine = toy_engine("prompt_lookup")
+    backend: Any = engine.target.lend()[0]
+    run, numbers = backend.run, set[int]()
+
+    def count_generators(*arguments: Any) -> Any:
+        frame, number = sys._getframe(), 0
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            is_ours = "spec_runtime" in frame.f_code.co_filename
+            number += is_ours and bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+        numbers.add(number)
+        return run(*arguments)
+
+    monkeypatch.setattr(backend, "run", count_generators)
+    ways: dict[str, Callable[[], Any]] = {
+        "generate": lambda: engine.generate(PROMPTS[0], max_new_tokens=9),
+        "stream": lambda: list(engine.stream(PROMPTS[0], max_new_tokens=9)),
+        "chunks": lambda: list(engine.chunks(PROMPTS[0], max_new_tokens=9)),
+        "session": lambda: list(Session(engine).stream(PROMPTS[0], max_new_tokens=9)),
+        "batch": lambda: engine.generate_many(PROMPTS, 2, max_new_tokens=9),
+    }
+    ways[way]()
+    assert numbers == {{"generate": 0, "session": 3}.get(way, 1)}
+
+
+def test_closing_an_engine_waits_for_no_batch_between_two_turns() -> None:
+    engine = toy_engine()
+    batch = Batch(engine, 2)
+    for number, prompt in enumerate(PROMPTS[:2]):
+        call = engine.prepare(prompt, max_new_tokens=30)
+        lane = batch.lane_for(call)
+        assert lane is not None
+        batch.begin(lane, number, call)
+    found = batch.turn()
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    found += batch.turn()
+    reasons = [chunk.result.finish_reason for _, chunk in found if chunk.result]  # type: ignore[union-attr]
+    assert (reasons, batch.num_active) == (["cancelled"] * 2, 0)
 
 
 # ------------------------------------------------------------------------------ who gets a lane
@@ -394,6 +442,23 @@ def test_passes_are_reported() -> None:
     assert all(each.granted <= each.drafted and each.rows >= each.lanes for each in passes)
 
 
+def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
+    engine = toy_engine("prompt_lookup")
+    alone = [step.num_drafted for step in engine.steps(PROMPTS[7], max_new_tokens=40)]
+    batch = Batch(engine, len(PROMPTS))
+    for call in [engine.prepare(prompt, max_new_tokens=40) for prompt in PROMPTS]:
+        lane = batch.lane_for(call)
+        assert lane is not None
+        batch.begin(lane, None, call)
+    most = 0
+    while batch.num_active == len(PROMPTS):
+        for _, chunk in batch.turn():
+            assert isinstance(chunk, Chunk)
+            most = max(most, chunk.num_drafted)
+    batch.close()
+    assert 0 < most <= SHARED_ROWS // len(PROMPTS) - 1 < max(alone)
+
+
 def test_static_trees_are_cut_to_their_first_paths() -> None:
     budget = Budget.static([(0,), (1,), (0, 0), (0, 0, 0)])
     assert budget.at_most(9) is budget
@@ -429,10 +494,9 @@ def test_a_prompt_waits_for_one_other_however_many_begin_alike() -> None:
     first, waiting, later = (engine.prepare([*head, k], max_new_tokens=9) for k in (3, 4, 5))
     batch.begin(batch._lanes[0], "first", first)
     assert batch.lane_for(waiting) is None
-    while batch._lanes[0].is_reading:
+    while batch._lanes[0].num_unread:
         assert list(batch.turn()) or batch.has_gone_on
     batch.begin(batch._lanes[1], "later", later)
-    batch._lanes[1].is_reading = True  # as a prompt that no rows were there for
     assert batch.lane_for(waiting) is batch._lanes[2]
     batch.close()
 
@@ -455,9 +519,11 @@ def test_prompts_beside_others_fill_up_what_a_pass_may_take(max_gap: float, is_s
     )
 
 
-@pytest.mark.parametrize("reason", ["timeout", "cancelled"])
+@pytest.mark.parametrize(
+    ("reason", "is_ended"), [("timeout", False), ("cancelled", True), ("cancelled", False)]
+)
 def test_a_call_that_ends_within_a_step_says_why(
-    reason: str, monkeypatch: pytest.MonkeyPatch
+    reason: str, is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a grammar's mask takes too long; the answer so far is kept."""
     engine = toy_engine("prompt_lookup")
@@ -470,9 +536,9 @@ def test_a_call_that_ends_within_a_step_says_why(
     def interrupted(token: int, budget: Budget) -> Any:
         drafts.append(token)
         if len(drafts) == 3:
-            if reason == "cancelled":
+            if is_ended:
                 call.end()
-            wait_until(lambda: call.interruption.reason is not None)
+            wait_until(lambda: call.interruption.reason is not None or reason == "cancelled")
             raise Interrupted
         return drafting(token, budget)
 

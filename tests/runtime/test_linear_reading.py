@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from counting import calls_in
@@ -21,8 +20,9 @@ from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.dialogue.thinking import HARMONY, Tags
 from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.loop.answer import AnswerForm
-from spec_runtime.loop.call import Call, read_chunks
+from spec_runtime.loop.call import Call
 from spec_runtime.loop.options import Request
+from spec_runtime.loop.reading import ChunkReader
 from spec_runtime.loop.result import Chunk
 from spec_runtime.loop.step import Step
 
@@ -95,15 +95,12 @@ def answered(name: str, num_pushes: int) -> Iterator[Chunk]:
     form, begin, piece, end = ANSWERS[name]
     pieces = [begin, piece, end]
     text = TextStream(lambda ids: "".join(pieces[each] for each in ids))
-
-    def steps() -> Any:
-        for token in [0, *[1] * num_pushes, 2]:
-            text.push(token)
-            yield Step([token], num_accepted=0)
-        text.finish()
-        return GenerationResult(text.text, [], "stop", Stats(), form=form)
-
-    return read_chunks(steps(), Call([], Request(), text, form))
+    reader = ChunkReader(Call([], Request(), text, form, frozenset()))
+    for token in [0, *[1] * num_pushes, 2]:
+        text.push(token)
+        yield reader.chunk(Step([token], num_accepted=0))
+    text.finish()
+    yield reader.last(GenerationResult(text.text, [], "stop", Stats(), form=form))
 
 
 def calls_so_far(name: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from toy_bundle import SCRATCH, write_bundle
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundle
+from spec_runtime.loop import answering
 from spec_runtime.trees.budget import Budget, Grown, Static
 
 pytestmark = pytest.mark.usefixtures("toy_graphs")
@@ -67,6 +69,24 @@ def test_an_unknown_drafter_is_refused_before_anything_slow(
         spec_runtime.load(folder).with_drafter(name)
 
 
+def test_a_bundle_of_an_older_version_with_a_graph_for_nobody_still_runs(
+    tmp_path: Path, toy_graphs: list[ToyTarget]
+) -> None:
+    """Those of `build --fuse` have a graph that is hashed and no longer opened."""
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    expected = spec_runtime.load(folder, threads=1).generate("hello", max_new_tokens=30)
+    manifest = bundle.read(folder).manifest
+    fused = replace(manifest.graphs["target"], file="parallelspec-fused.onnx")
+    (folder / fused.file).write_bytes(b"a graph that nobody opens")
+    graphs = {**manifest.graphs, "parallelspec-fused": fused}
+    bundle.write_manifest(folder, replace(manifest, graphs=graphs))
+    assert fused.file in bundle.read(folder).manifest.files
+    toy_graphs.clear()
+    result = spec_runtime.load(folder, threads=1).generate("hello", max_new_tokens=30)
+    assert (result.token_ids, result.stats.steps) == (expected.token_ids, expected.stats.steps)
+    assert len(toy_graphs) == 1, "the target's only"
+
+
 def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'from_the_future' needs a newer runtime"):
         spec_runtime.load(write_bundle(tmp_path, ("from_the_future",)))
@@ -113,7 +133,6 @@ def test_what_does_not_fit_is_one_clear_line(
         ("strict", 0),
         ("backend", None),
         ("backend", ["cuda"]),
-        ("fused", "auto"),
         ("path", None),
         ("path", 7),
     ],
@@ -202,7 +221,7 @@ def test_only_what_a_bundle_expects_something_of_is_judged(
     num_warnings: int,
 ) -> None:
     """The toy drafter is always right, which is suspicious."""
-    monkeypatch.setattr(spec_runtime.engine, "JUDGED_STEPS", 8)
+    monkeypatch.setattr(answering, "JUDGED_STEPS", 8)
     folder = write_bundle(tmp_path, ("parallelspec",), expected=expected)
     loaded = spec_runtime.load(folder)
     engines = [loaded, loaded.with_drafter("prompt_lookup"), loaded.with_drafter("none")]

@@ -51,7 +51,7 @@ def folders(workshop: Workshop) -> dict[str, Path]:
 
 
 def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.Engine:
-    return spec_runtime.load(folder, backend=backend, threads=1, fused=False, **options)
+    return spec_runtime.load(folder, backend=backend, threads=1, **options)
 
 
 def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,12 +118,19 @@ def tokens_of(
     tokens: list[int] = []
     target: Any = toy
     ending = Ending(num_tokens + 2)
-    run = generate.Generation(target, target, budget, PROMPT, params, ending, Stats())
-    for step in generate.generate(run):
+    run = generate.Decoding(target, target, budget, PROMPT, params, ending, Stats())
+    for step in steps_of(run):
         tokens += step.tokens
         if len(tokens) >= num_tokens:
             break
     return tokens[:num_tokens]
+
+
+def steps_of(decoding: generate.Decoding) -> Iterator[Step]:
+    while decoding.goes_on():
+        assert generate.take_pass([decoding]) == {}
+        if decoding.step is not None:
+            yield decoding.step
 
 
 def reference(logits: np.ndarray, answer: Sequence[int], params: SamplingParams) -> np.ndarray:
@@ -344,10 +351,10 @@ def test_steps_are_longer_with_more_draws() -> None:
         )
         target, stats = Toy(), Stats()
         any_target: Any = target
-        run = generate.Generation(
+        run = generate.Decoding(
             any_target, any_target, Budget(24), PROMPT, params, Ending(400), stats
         )
-        steps: list[Step] = list(generate.generate(run))
+        steps: list[Step] = list(steps_of(run))
         assert sum(len(step.tokens) for step in steps) == 400
         lengths.append(stats.accepted_length)
     assert 1.3 < lengths[0] < lengths[1]

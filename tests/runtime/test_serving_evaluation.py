@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import small
-from served import COMPLETIONS, choice_of, metrics, post, served, stream, toy_engine
+from served import COMPLETIONS, choice_of, in_process, metrics, post, stream, toy_engine
 
 from spec_runtime import Engine, TokenLogprob
-from spec_runtime.batch.answering import ScoringEngine
 from spec_runtime.batch.batch import Batch, Pass
+from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.sampling import token_logprob
 from spec_runtime.trees.tree import TokenTree
@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0, "echo": True}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    with served() as running, running.client() as made:
+    with in_process() as made:
         yield made
 
 
@@ -130,7 +130,7 @@ def test_prompts_are_scored_beside_other_calls() -> None:
     prompts = [f"{'ab' * n} say" for n in range(1, 9)]
     engine = small.toy_engine()
     expected = {each: scored(engine, engine.encode(each, raw=True), 1) for each in prompts}
-    with served(small.toy_engine(), parallel=3) as running, running.client() as client:
+    with in_process(small.toy_engine(), parallel=3) as client:
 
         def ask(prompt: str) -> list[Any]:
             body = {"prompt": prompt, "max_tokens": 5, "temperature": 0}
@@ -148,32 +148,27 @@ def test_prompts_are_scored_beside_other_calls() -> None:
 
 @pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
-def test_a_scoring_engine_answers_as_its_engine_does(drafter: str, parallel: int) -> None:
+def test_prompts_that_are_scored_are_answered_as_others_are(drafter: str, parallel: int) -> None:
     """Its passes over the prompt count as the prompt's rows, with drafters that wait for runs."""
     engine = small.toy_engine(drafter)
     prompts = ["abab say", "abcabc say"]
     expected = engine.generate_many(prompts, 1, raw=True, max_new_tokens=20)
     calls = [engine.prepare(each, raw=True, max_new_tokens=20, reuse=False) for each in prompts]
-    scores: dict[Any, list[TokenLogprob]] = {call: [] for call in calls}
+    scores = {call: PromptScores(1) for call in calls}
+    for call in calls:
+        call.scores = scores[call]
     batch = Batch(engine, parallel)
     passes: list[Pass] = []
     batch.on_pass = passes.append
     results: dict[int, Any] = {}
-    waiting = list(enumerate(calls))
-    while waiting or batch.num_active:
-        while waiting and (lane := batch.lane_for(waiting[0][1])) is not None:
-            number, call = waiting.pop(0)
-            batch.begin(lane, number, call, lambda each: ScoringEngine(each, 1, scores))
-        for number, chunk in batch.turn():
-            assert not isinstance(chunk, Exception), chunk
-            if chunk.token_ids:
-                assert len(scores[calls[number]]) == len(calls[number].prompt) - 1
-            if chunk.result is not None:
-                results[number] = chunk.result
+    for number, chunk in batch.answer(calls):
+        assert len(scores[calls[number]].entries) == len(calls[number].prompt) - 1
+        if chunk.result is not None:
+            results[number] = chunk.result
     assert [results[n].token_ids for n in range(2)] == [each.token_ids for each in expected]
-    if parallel > 1:
-        assert sum(ran.prompt_rows for ran in passes) == sum(len(call.prompt) for call in calls)
-        assert all(0 <= ran.granted <= ran.drafted for ran in passes)
+    assert sum(ran.prompt_rows for ran in passes) == sum(len(call.prompt) for call in calls)
+    assert all(0 <= ran.granted <= ran.drafted for ran in passes)
     for call in calls:
         ours = scored(small.toy_engine(), call.prompt, 1)
-        assert np.allclose([e.logprob for e in scores[call]], [e.logprob for e in ours], atol=1e-9)
+        found = [entry.logprob for entry in scores[call].entries]
+        assert np.allclose(found, [entry.logprob for entry in ours], atol=1e-9)

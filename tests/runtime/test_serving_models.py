@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import small
 import uvicorn
+from apis import Api, each_door
 from gates import GatedRuns
 from served import (
     CHAT,
@@ -21,10 +22,10 @@ from served import (
     PATIENCE,
     app_of,
     choice_of,
+    in_process,
     metrics,
     post,
     running,
-    served,
     stream,
     toy_engine,
     wait_until,
@@ -104,7 +105,7 @@ def test_each_bundle_is_opened_when_it_is_first_asked_for() -> None:
 
 
 def test_an_alias_is_a_model_and_what_is_none_is_404_with_the_names() -> None:
-    with served(aliases=("gpt-4o",)) as server, server.client() as client:
+    with in_process(aliases=("gpt-4o",)) as client:
         assert post(client, COMPLETIONS, **BODY, model="gpt-4o")["model"] == "toy"
         listed = client.get("/v1/models").json()["data"]
         for each, name in zip(listed, ("toy", "gpt-4o"), strict=True):
@@ -206,27 +207,16 @@ def test_a_response_is_kept_while_its_bundle_is_closed() -> None:
 # ---- drafters ----
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
-def test_a_request_may_name_its_drafter(path: str) -> None:
+@each_door
+def test_a_request_may_name_its_drafter(api: Api) -> None:
     """The text is the same, and what is drafted is not."""
-    body: dict[str, Any] = {"prompt": "ab" * 20, "max_tokens": 40, "temperature": 0}
-    if path != COMPLETIONS:
-        body = {"messages": HELLO, "max_tokens": 40, "temperature": 0}
-    if path == "/v1/responses":
-        body = {"input": "hello", "max_output_tokens": 40, "temperature": 0}
-    with served(small.toy_engine(), parallel=2) as server, server.client() as client:
+    with in_process(small.toy_engine(), parallel=2) as client:
         texts, drafted = [], []
         for drafter in ("prompt_lookup", "none", None):
-            reply = post(client, path, **body, drafter=drafter)
-            texts.append(reply.get("choices") or reply.get("output") or reply["content"])
+            texts.append(api.read(post(client, api.path, **api.body(40), drafter=drafter)).text)
             drafted.append(metrics(client)['tokens_total{kind="drafted"}'])
-        if path != "/v1/responses":  # whose items have ids
-            assert texts[0] == texts[1] == texts[2]
+        assert texts[0] == texts[1] == texts[2] != ""
         assert 0 < drafted[0] == drafted[1] < drafted[2]
-        reply = client.post(path, json={**body, "drafter": "hydra"})
-        assert reply.status_code == 400
-        message = reply.json()["error"]["message"]
-        assert message == "got drafter 'hydra', expected one of prompt_lookup, none"
 
 
 def test_another_drafter_than_the_servers_is_opened_once_a_lane(
@@ -239,7 +229,7 @@ def test_another_drafter_than_the_servers_is_opened_once_a_lane(
         opened.append(name)
         return open_drafter(self, name, lookup)
 
-    with served(small.toy_engine("none"), parallel=1) as server, server.client() as client:
+    with in_process(small.toy_engine("none"), parallel=1) as client:
         monkeypatch.setattr(small.ToyOpener, "open", counting)
         plain, *others = (
             choice_of(client, COMPLETIONS, **BODY, drafter=name)["text"]

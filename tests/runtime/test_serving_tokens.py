@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bpe_tokenizer import BOS, EOS, BpeTokenizer
-from served import COMPLETIONS, HELLO, choice_of, post, served, toy_engine
+from served import COMPLETIONS, HELLO, choice_of, in_process, post, toy_engine
 from toy_backend import CHATML
 from toy_engine import make_engine
 
@@ -20,7 +20,7 @@ TEXT = 'true <|call|>name" ä\n'
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     engine = make_engine("none", vocab_size=TOKENIZER.vocab_size, tokenizer=TOKENIZER)
-    with served(engine) as running, running.client() as made:
+    with in_process(engine) as made:
         yield made
 
 
@@ -53,7 +53,7 @@ def test_the_tokens_are_those_that_prompts_have(client: Any) -> None:
 def test_messages_become_the_tokens_of_their_chat() -> None:
     engine = toy_engine()
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
-    with served(toy_engine()) as running, running.client() as client:
+    with in_process(toy_engine()) as client:
         found = post(client, "/tokenize", messages=HELLO, add_generation_prompt=True)
         assert found["tokens"] == engine.encode(HELLO)
         found = post(client, "/tokenize", messages=begun, continue_final_message=True)
@@ -90,28 +90,33 @@ def test_offsets_count_the_names_of_control_tokens_in_a_prompt(client: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "fragment"),
+    ("path", "body", "param", "code"),
     [
-        ("/tokenize", {}, "either 'prompt' or 'messages'"),
-        ("/tokenize", {"prompt": "x", "messages": HELLO}, "either 'prompt' or 'messages'"),
-        ("/tokenize", {"messages": []}, "at least one message"),
-        ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, "True"),
-        ("/tokenize", {"messages": HELLO, "continue_final_message": True}, "assistant's"),
-        ("/detokenize", {"tokens": [5, 99999]}, "got token id 99999, expected 0 to 271"),
-        ("/detokenize", {"tokens": [-1]}, "greater than or equal to 0"),
-        ("/detokenize", {"tokens": "x"}, "list"),
+        ("/tokenize", {}, None, None),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}, None, None),
+        ("/tokenize", {"messages": []}, "messages", "invalid_value"),
+        (
+            "/tokenize",
+            {"messages": HELLO, "add_generation_prompt": False},
+            "add_generation_prompt",
+            "invalid_value",
+        ),
+        (
+            "/tokenize",
+            {"messages": HELLO, "continue_final_message": True},
+            "messages",
+            "invalid_value",
+        ),
+        ("/detokenize", {"tokens": [5, 99999]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]", "invalid_value"),
+        ("/detokenize", {"tokens": "x"}, "tokens", "invalid_value"),
+        ("/tokenize", {"prompt": "x", "model": "gpt"}, "model", "model_not_found"),
+        ("/detokenize", {"tokens": [1], "model": "gpt"}, "model", "model_not_found"),
     ],
 )
-def test_what_is_refused_says_why(
-    client: Any, path: str, body: dict[str, Any], fragment: str
-) -> None:
+def test_what_is_refused(client: Any, path: str, body: Any, param: Any, code: Any) -> None:
     reply = client.post(path, json=body)
-    assert reply.status_code == 400, reply.text
-    assert fragment in reply.json()["error"]["message"]
-
-
-def test_another_model_has_no_tokens_here(client: Any) -> None:
-    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
-        reply = client.post(path, json={**body, "model": "gpt"})
-        assert reply.status_code == 404
-        assert reply.json()["error"]["code"] == "model_not_found"
+    assert reply.status_code == (404 if code == "model_not_found" else 400)
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert param is not None or "either 'prompt' or 'messages'" in error["message"]

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from toy_engine import make_engine, random_prompt
 
-from spec_runtime.engine import JUDGED_STEPS, Engine, OpenedDrafter
+from spec_runtime.engine import Engine
+from spec_runtime.loop.answering import JUDGED_STEPS
+from spec_runtime.loop.proposer import OpenedDrafter
 
 LONG: dict[str, Any] = {"max_length": 800, "num_successors": 97}
 

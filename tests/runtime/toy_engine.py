@@ -8,9 +8,9 @@ import numpy as np
 from toy_backend import ByteTokenizer, ToyDrafter, ToyTarget
 
 from spec_runtime.bundle.manifest import feature_names
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine
 from spec_runtime.loop.kv import open_cache
-from spec_runtime.loop.proposer import PlainProposer, Proposer
+from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer, Proposer
 from spec_runtime.loop.target import Target
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.lookahead import LookaheadProposer

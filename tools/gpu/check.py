@@ -15,7 +15,7 @@ parity         every graph, random but valid feeds, device against ONNX Runtime'
 losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
 lanes          several prompts that share passes: same tokens as alone, ratio of speeds
 capture        CUDA graphs on and off: same tokens, ratio of speeds
-bench          the shipped drafter and its fused step: accepted length, tokens/s, speed-up
+bench          the shipped drafter: accepted length, tokens/s, speed-up
 drafters       the same for all other drafters and prompt lookup
 attention      milliseconds of four layers with each form of attention, by context and rows
 training       a few steps of every drafter that learns, for a random target

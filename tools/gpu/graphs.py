@@ -285,8 +285,7 @@ def open_alone(graph: bundles.Graph, folder: Path, capacity: int, device: str) -
 def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = False) -> Path:
     """Builds a bundle of a random target whose tokens are characters, and returns its folder.
 
-    It has an untrained drafter of each kind, and the fused steps of those that guess in one pass,
-    or, with `has_plans`, TensorRT plans for the GPU here.
+    It has an untrained drafter of each kind and, with `has_plans`, TensorRT plans for the GPU here.
     """
     import torch
 
@@ -315,7 +314,6 @@ def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = Fal
             device="cpu" if has_plans else device,
             out=folder / "bundle",
             backend="tensorrt" if has_plans else "onnxruntime",
-            fuse=not has_plans,
             lanes=2,
         )
     )

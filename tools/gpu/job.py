@@ -93,11 +93,8 @@ class Check:
         cuda_graphs: bool = True,
         backend: str | None = None,
     ) -> spec_runtime.Engine:
-        """Returns the engine of a contender, see `contenders`, opened once.
-
-        All that take a fused step share a target, and all others share one.
-        """
-        key = (opened.path, is_fused(name), cuda_graphs, backend)
+        """Returns the engine of a contender, see `contenders`, opened once; all share a target."""
+        key = (opened.path, cuda_graphs, backend)
         if key not in self._plain:
             self._plain[key] = spec_runtime.load(
                 opened.path,
@@ -105,14 +102,12 @@ class Check:
                 verify=False,
                 profile=False,
                 backend=backend or BACKEND_FOR[self.device],
-                fused=is_fused(name),
                 cuda_graphs=cuda_graphs,
             )
         if name == "none":
             return self._plain[key]
         if (*key, name) not in self._drafting:
-            drafter = name.removeprefix("fused ")
-            self._drafting[*key, name] = self._plain[key].with_drafter(drafter)
+            self._drafting[*key, name] = self._plain[key].with_drafter(name)
         return self._drafting[*key, name]
 
     def close(self) -> None:
@@ -130,44 +125,28 @@ def label(opened: bundles.Bundle) -> str:
     return " ".join(words)
 
 
-def is_fused(name: str) -> bool:
-    """Returns whether a contender takes its fused step."""
-    return name.startswith("fused ")
-
-
-def fused_names(opened: bundles.Bundle) -> list[str]:
-    """Returns the names of the drafters that have a fused step."""
-    names = [drafter.name for drafter in opened.manifest.drafters]
-    return [name for name in names if bundles.fused_name(name) in opened.manifest.graphs]
-
-
-def shipped(opened: bundles.Bundle) -> list[str]:
-    """Returns what a user gets without asking: the first drafter, and its fused step if there is
-    one."""
+def shipped(opened: bundles.Bundle) -> str:
+    """Returns what a user gets without asking: the first drafter."""
     drafters = opened.manifest.drafters
-    first = drafters[0].name if drafters else "prompt_lookup"
-    return [first, *(f"fused {name}" for name in fused_names(opened) if name == first)]
+    return drafters[0].name if drafters else "prompt_lookup"
 
 
 def contenders(opened: bundles.Bundle) -> list[str]:
-    """Returns the names of the bundle's drafters, prompt lookup, and the fused steps it has, the
-    shipped ones first."""
+    """Returns the names of the bundle's drafters and prompt lookup, the shipped one first."""
     names = [drafter.name for drafter in opened.manifest.drafters]
-    fused = [f"fused {name}" for name in fused_names(opened)]
-    return list(dict.fromkeys([*shipped(opened), *names, "prompt_lookup", *fused]))
+    return list(dict.fromkeys([shipped(opened), *names, "prompt_lookup"]))
 
 
 def graphs_of(
     opened: bundles.Bundle,
 ) -> dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]]:
-    """Returns the bundle's graphs by name, but for the fused steps and those of several lanes, each
-    with the drafter that it belongs to."""
+    """Returns the bundle's graphs by name, but for those of several lanes, each with the drafter
+    that it belongs to."""
     manifest = opened.manifest
-    fused = {bundles.fused_name(name) for name in fused_names(opened)}
     graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
         name: (graph, None)
         for name, graph in manifest.graphs.items()
-        if name not in fused and bundles.num_lanes_of(name) is None
+        if bundles.num_lanes_of(name) is None
     }
     for info in manifest.drafters:
         graphs |= {f"{info.name} {role}": (graph, info) for role, graph in info.graphs.items()}

@@ -26,7 +26,7 @@ from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 from tools.gpu import graphs, same, speed, training
 from tools.gpu.graphs import BACKEND_FOR
-from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, fused_names, graphs_of, label
+from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, graphs_of, label
 from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
@@ -93,8 +93,7 @@ def bundle(check: Check, found: Findings) -> None:
             check.opened.append(opened)
             drafters = [drafter.name for drafter in opened.manifest.drafters]
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            row = {"bundle": label(opened), "MB": size / 1e6, "drafters": ", ".join(drafters)}
-            found.add(row | {"fused steps": ", ".join(fused_names(opened)) or None})
+            found.add({"bundle": label(opened), "MB": size / 1e6, "drafters": ", ".join(drafters)})
     found.figure = ", ".join(label(opened) for opened in check.opened)
 
 
@@ -111,8 +110,6 @@ def opens(check: Check, found: Findings) -> None:
     for opened in check.opened:
         for name, (graph, _) in graphs_of(opened).items():
             _open_one(check, found, opened, name, graph)
-        for name in fused_names(opened):
-            _open_one(check, found, opened, f"fused {name}", None)
     rows = found.tables.get("measured", [])
     taken = sum(row["CUDA graphs"] == "yes" for row in rows)
     found.figure = f"{len(rows)} sessions"
@@ -129,15 +126,11 @@ def _open_one(
     found: Findings,
     opened: bundles.Bundle,
     name: str,
-    graph: bundles.Graph | None,
+    graph: bundles.Graph,
 ) -> None:
-    """Opens a graph, or the fused step `name` where `graph` is None."""
     with warnings_of("spec_runtime") as warnings:
         what = f"{label(opened)}, {name}"
-        if graph is None:
-            seconds = found.attempt(what, _open_fused, check, opened, name)
-        else:
-            seconds = found.attempt(what, _open, check, opened, graph)
+        seconds = found.attempt(what, _open, check, opened, graph)
     if seconds is not None:
         has_graphs = "-" if check.device == "cpu" else "no" if warnings else "yes"
         row = {"bundle": label(opened), "graph": name, "seconds": seconds}
@@ -150,16 +143,6 @@ def _open(check: Check, opened: bundles.Bundle, graph: bundles.Graph) -> float:
     runtime = backends.Runtime(BACKEND_FOR[check.device])
     begin = time.monotonic()
     backends.open_graph(opened, graph, target.max_length + target.scratch, runtime)
-    return time.monotonic() - begin
-
-
-def _open_fused(check: Check, opened: bundles.Bundle, name: str) -> float:
-    """Opens a fused step with all that it needs and returns the seconds it took."""
-    begin = time.monotonic()
-    engine = check.engine(opened, name)
-    check.close()
-    if engine.fused is None:
-        raise ValueError(f"got an engine without a fused step, expected {name}")
     return time.monotonic() - begin
 
 

@@ -21,7 +21,7 @@ from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.proposers.heads import PAIRS
 from tools.gpu import graphs
 from tools.gpu.graphs import BACKEND_FOR, Feeder
-from tools.gpu.job import Check, contenders, graphs_of, is_fused, label
+from tools.gpu.job import Check, contenders, graphs_of, label
 from tools.gpu.report import Findings, LeftOut, TableRow, finite
 
 # By precision, how far a row may differ, as the largest |difference| over the row's range: rows of
@@ -53,8 +53,7 @@ def parity(check: Check, found: Findings) -> None:
         _compare_graphs(check, found, opened, BACKEND_FOR[check.device])
     found.note = (
         "|Δ| of a row over its range; judged is the worst row at fp32, the mean row elsewhere. "
-        "Equal best token is for information: rounding decides near ties. Fused steps are judged "
-        "by their texts, see losslessness."
+        "Equal best token is for information: rounding decides near ties."
     )
     if check.device == "cpu":
         found.note += " Here the CPU is compared with itself."
@@ -170,14 +169,11 @@ def _compare_texts(
     names: Sequence[str],
     backend: str | None,
 ) -> None:
-    """Compares these contenders; fused steps are only taken for greedy texts."""
+    """Compares these contenders."""
     for decoding, options in DECODINGS.items():
         for name in names:
-            if is_fused(name) and options:
-                continue
             what = f"{label(opened)}, {name}, {decoding}"
-            compare = _texts if is_fused(name) else _audit
-            row = found.attempt(what, compare, check, opened, name, options, backend)
+            row = found.attempt(what, _audit, check, opened, name, options, backend)
             if row is not None:
                 _judge(found, what, row)
                 found.add({"bundle": label(opened), "drafter": name, "decoding": decoding, **row})
@@ -211,32 +207,6 @@ def _audit(
     row["accepted length"] = figures["accepted_length"]
     row |= figures["counts"] | {"real": figures["real"]}
     return row | {"first divergence": _first(figures["divergences"])}
-
-
-def _texts(
-    check: Check, opened: bundles.Bundle, name: str, options: Any, backend: str | None
-) -> TableRow:
-    """Compares only texts, because the fused step shows no rows."""
-    engines = [check.engine(opened, each, backend=backend) for each in ("none", name)]
-    whole = {"max_new_tokens": check.sizes.audited_tokens, **options}
-    partings: list[TableRow] = []
-    num_tokens, num_steps = 0, 0
-    prompts = check.prompts[: check.sizes.num_audited]
-    for prompt in prompts:
-        ids = engines[0].encode(prompt.content)
-        plain, other = (each.generate(ids, reuse=False, **whole) for each in engines)
-        partings += _parting(check, opened, prompt.id, ids, plain.token_ids, other.token_ids)
-        num_tokens += other.stats.committed_tokens
-        num_steps += other.stats.steps
-    kinds = [parting["class"] for parting in partings]
-    row = {
-        "prompts": len(prompts),
-        "tokens": num_tokens,
-        "identical": 1 - len(partings) / len(prompts),
-        "accepted length": num_tokens / max(1, num_steps),
-    }
-    row |= {kind: kinds.count(kind) for kind in audit.CLASSES}
-    return row | {"first divergence": _first(partings)}
 
 
 def _parting(
@@ -279,14 +249,13 @@ def capture(check: Check, found: Findings) -> None:
         raise LeftOut("CUDA graphs need --device cuda")
     for opened in check.opened:
         names = ("none", *contenders(opened))
-        for fused in (False, True):  # these and those have targets of their own
-            for name in (name for name in names if is_fused(name) == fused):
-                what = f"{label(opened)}, {name}"
-                row = found.attempt(what, _capture, check, opened, name)
-                if row is not None:
-                    _judge(found, f"{what}, captured against eager", row)
-                    found.add({"bundle": label(opened), "drafter": name, **row})
-            check.close()
+        for name in names:
+            what = f"{label(opened)}, {name}"
+            row = found.attempt(what, _capture, check, opened, name)
+            if row is not None:
+                _judge(found, f"{what}, captured against eager", row)
+                found.add({"bundle": label(opened), "drafter": name, **row})
+        check.close()
     ratios = [row["captured / eager"] for row in found.tables.get("measured", [])]
     if ratios:
         found.figure = f"captured / eager {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
@@ -330,7 +299,7 @@ def race(
 def lanes(check: Check, found: Findings) -> None:
     """Compares texts of several prompts that share passes with those that each gets by itself."""
     for opened in check.opened:
-        for name in ("none", *(name for name in contenders(opened) if not is_fused(name))):
+        for name in ("none", *contenders(opened)):
             for decoding, options in DECODINGS.items():
                 what = f"{label(opened)}, {name}, {decoding}"
                 row = found.attempt(what, _together, check, opened, name, options)
@@ -346,7 +315,7 @@ def lanes(check: Check, found: Findings) -> None:
 
 def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> TableRow:
     engine = check.engine(opened, name)
-    num_lanes = 1 if engine.passes is None else engine.passes.max_lanes
+    num_lanes = 1 if engine.lanes.passes is None else engine.lanes.passes.max_lanes
     if num_lanes == 1:
         raise LeftOut("the bundle has no graphs for several lanes")
     prompts = check.prompts[: check.sizes.num_audited]

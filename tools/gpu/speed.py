@@ -24,15 +24,15 @@ from tools.gpu.same import TOLERANCES, race
 
 
 def bench_shipped(check: Check, found: Findings) -> None:
-    """Runs what a user gets without asking: the first drafter and its fused step."""
+    """Runs what a user gets without asking: the first drafter."""
     for opened in check.opened:
-        _bench(check, found, opened, shipped(opened))
+        _bench(check, found, opened, [shipped(opened)])
 
 
 def bench_others(check: Check, found: Findings) -> None:
-    """Runs the other drafters, prompt lookup, and the other fused steps."""
+    """Runs the other drafters and prompt lookup."""
     for opened in check.opened:
-        names = [name for name in contenders(opened) if name not in shipped(opened)]
+        names = [name for name in contenders(opened) if name != shipped(opened)]
         _bench(check, found, opened, names)
 
 
@@ -48,12 +48,12 @@ def _bench(check: Check, found: Findings, opened: bundles.Bundle, names: Sequenc
     )
     if reports is None:
         return
-    for (name, engine), report in zip(ready.items(), reports, strict=True):
+    for engine, report in zip(ready.values(), reports, strict=True):
         figures = bench.summarise(report)["overall"]
         found.add(
             {
                 "bundle": label(opened),
-                "drafter": name if engine.fused else engine.drafter,
+                "drafter": engine.drafter,
                 "accepted length": figures["accepted_length"],
                 "nodes": 1 + figures["nodes_per_step"],
                 "tokens/s": figures["tokens_per_second"],

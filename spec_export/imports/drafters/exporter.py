@@ -22,7 +22,7 @@ from spec_export.imports.drafters import medusa
 from spec_export.imports.drafters.dflash import MARKOV, block_norms
 from spec_export.imports.drafters.eagle3 import MASK, layer_norms
 from spec_export.imports.drafters.folder import SEARCH, SEARCH_KEY
-from spec_export.imports.drafters.parts import SLIDING, layer_names
+from spec_export.imports.drafters.parts import SLIDING, exact_dtype, layer_names
 from spec_export.model import target
 from spec_export.model.config import own_rotary_table
 from spec_export.model.decoder import Backbone
@@ -136,9 +136,7 @@ def _nothing(folder: Path) -> set[str] | None:
 def _write(exported: Exported, search: dict[str, int], out: Path) -> None:
     """Writes the folder whole or not at all, in bfloat16 if that loses nothing, with `search` for
     our own import."""
-    floats = [each for each in exported.tensors.values() if each.is_floating_point()]
-    is_exact = all(torch.equal(each, each.bfloat16().float()) for each in floats)
-    dtype = torch.bfloat16 if is_exact else torch.float32
+    dtype = exact_dtype(exported.tensors)
     tensors = {
         name: (each.to(dtype) if each.is_floating_point() else each).clone().contiguous()
         for name, each in exported.tensors.items()

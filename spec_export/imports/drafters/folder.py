@@ -124,8 +124,7 @@ class Reading:
     source: what messages about its weights name. said: what the reader decided, a line each.
     doubts: what the files do not tell; a wrong guess there costs accepted tokens and raises no
     error. others: other readings of the same weights, in words: the config's fields in which they
-    differ. require_tokenizer: raises UserError if the target's tokenizer is not its own. dtype: the
-    type of the stored weights.
+    differ. require_tokenizer: raises UserError if the target's tokenizer is not its own.
     """
 
     format: str
@@ -138,4 +137,3 @@ class Reading:
     doubts: list[str] = field(default_factory=list)
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     require_tokenizer: Callable[[Any], None] = lambda tokenizer: None
-    dtype: torch.dtype = torch.float32

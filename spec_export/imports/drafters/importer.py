@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from spec_export import drafters, reference
 from spec_export.drafters.layers import Batch
 from spec_export.imports.drafters import dflash, eagle1, eagle3, gguf_files, medusa, pard
 from spec_export.imports.drafters.folder import Reading, open_folder
+from spec_export.imports.drafters.parts import exact_dtype
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.model.hidden_states import features_and_taps
@@ -20,6 +21,7 @@ from spec_export.training import recipe
 from spec_export.training.checkpoint import (
     SavedDrafter,
     collect_provenance,
+    non_finite,
     require_drafter_folder,
     save_drafter,
 )
@@ -55,15 +57,28 @@ def run(
     is_measured: bool = True,
     report: Report = SILENT,
 ) -> Path:
-    """Writes the drafter in `source`, a folder, GGUF file or hub id, as one of ours to `out`, which
-    is returned.
+    """Writes the drafter that `read` returns to `out`, which is returned."""
+    require_drafter_folder(out)
+    saved = read(source, model, overrides, is_measured, report)
+    ids, facts = saved.draft_token_ids, saved.provenance
+    dtype = exact_dtype(saved.state)
+    return save_drafter(out, saved.state, saved.name, saved.config, facts, ids, dtype=dtype)
+
+
+def read(
+    source: str,
+    model: str | target.Source | None,
+    overrides: Overrides = Overrides(),
+    is_measured: bool = True,
+    report: Report = SILENT,
+) -> SavedDrafter:
+    """Returns the drafter in `source`, a folder, GGUF file or hub id, as one of ours.
 
     Says what was read, what is doubtful, and the length that a chain of its guesses has on answers
     of the target, which only that loads as a whole. Where that is poor, says that of other
     readings. Raises UserError if the drafter does not fit the target, and UnsupportedModelError,
     with its name, for what is not known.
     """
-    require_drafter_folder(out)
     theirs = target.resolve(source, report)
     ours = model if isinstance(model, target.Source) else target.resolve(model, report)
     folder = (
@@ -110,9 +125,10 @@ def run(
         imported=about, target=ours.name, target_fingerprint=prints, **facts
     )
     ids = None if found.draft_token_ids is None else found.draft_token_ids.numpy()
-    return save_drafter(
-        out, module.state_dict(), found.name, module.config, provenance, ids, dtype=found.dtype
-    )
+    state = module.state_dict()
+    if broken := non_finite(state):
+        raise UserError(f"{source}: got NaN or infinity in {', '.join(broken)}, expected numbers")
+    return SavedDrafter(found.name, asdict(module.config), state, ids, provenance, Path(source))
 
 
 def _module(found: Reading, backbone: Backbone) -> Any:

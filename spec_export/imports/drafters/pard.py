@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from spec_export.drafters.draft_model import require_same_tokens
 from spec_export.imports.drafters.folder import PARD, ForeignFolder, Reading
 from spec_export.imports.drafters.parts import require_nothing_given, unsupported
@@ -32,7 +30,6 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     """
     require_nothing_given(folder, given, "PARD")
     source = target.resolve(str(folder.path))
-    is_bfloat16 = target.read_config(source).dtype == torch.bfloat16
     model, tokenizer = target.load(source)
     rows, mask_id = model.config.vocab_size, folder.config[PARD]
     if mask_id is None or mask_id >= rows:
@@ -47,5 +44,4 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
         require_tokenizer=lambda target_tokenizer: require_same_tokens(
             target_tokenizer.get_vocab(), tokenizer.get_vocab(), rows, mask_id
         ),
-        dtype=torch.bfloat16 if is_bfloat16 else torch.float32,
     )

@@ -3,7 +3,7 @@ rotary parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,13 @@ HARMLESS_KEYS = (
 )
 
 SLIDING = "sliding_attention"
+
+
+def exact_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Returns bfloat16 if all floating tensors have it without loss, else float32."""
+    floats = [each for each in tensors.values() if each.is_floating_point()]
+    is_exact = all(torch.equal(each, each.bfloat16().float()) for each in floats)
+    return torch.bfloat16 if is_exact else torch.float32
 
 
 def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:

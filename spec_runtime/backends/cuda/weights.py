@@ -1,8 +1,8 @@
 """Holds weights on the device once, however many sessions read them.
 
 ONNX Runtime copies a graph's weights to the device for each session. Here every weight that lies in
-a file is copied there once and lent to all sessions whose graphs name the same bytes, so that a
-fused step shares the target's and the drafter's.
+a file is copied there once and lent to all sessions whose graphs name the same bytes, such as those
+for one lane and for several.
 """
 
 from __future__ import annotations

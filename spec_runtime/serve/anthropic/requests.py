@@ -88,7 +88,7 @@ class ToolChoice(BaseModel):
     @model_validator(mode="after")
     def _check_name(self) -> ToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise UserError("'tool_choice' has a name if its type is 'tool', and no other has one")
+            raise UserError("expected a name if its type is 'tool', and only then")
         return self
 
     def as_openais(self) -> str | Object:

@@ -306,7 +306,7 @@ class CompletionRequest(_Request):
         if self.best_of is not None and self.best_of != self.num_choices:
             raise UserError("'best_of' has to equal 'n': this server drops no answer")
         if not self.prompts:
-            raise UserError("'prompt' has to hold at least one prompt")
+            raise UserError("got prompt [], expected at least one prompt")
         return self
 
     @property

@@ -47,7 +47,6 @@ ENGINE = COMMON | {
     "--backend": st.sampled_from(
         ("onnxruntime", "onnxruntime", "onnxruntime", "cuda", "tensorrt", "no")
     ),
-    "--fused": None,
     "--no-profile": None,
     "--system": WORDS,
 }

@@ -26,7 +26,6 @@ FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--backend": st.sampled_from(("onnxruntime", "tensorrt", "no")),
         "--device": st.sampled_from(("cpu", "cuda", "no")),
         "--form": st.sampled_from(("slots", "contiguous", "no")),
-        "--fuse": None,
     },
     "distill": {
         "--prompts": st.sampled_from(MODELS),

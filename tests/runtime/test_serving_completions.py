@@ -1,0 +1,279 @@
+"""Tests OpenAI's completions and what only OpenAI's chats have, by a toy engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+from served import CHAT, COMPLETIONS, HELLO, choice_of, in_process, post, stream, toy_engine
+from toy_backend import ByteTokenizer
+
+from spec_runtime import TokenLogprob
+from spec_runtime.serve.openai.replies import TokenTexts
+
+BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with in_process() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.9, "seed": 6, "top_p": 0.7},
+        {"temperature": 1.0, "seed": 7, "top_k": 3, "min_p": 0.01},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0, "repetition_penalty": 1.4},
+        {"temperature": 0, "logit_bias": {65: 50}},
+    ],
+)
+def test_sampling_is_the_engines(client: Any, sampling: dict[str, Any]) -> None:
+    expected = toy_engine().generate("hello", raw=True, max_new_tokens=12, **sampling)
+    assert choice_of(client, COMPLETIONS, **{**BODY, **sampling})["text"] == expected.text
+
+
+def test_without_a_temperature_it_is_one(client: Any) -> None:
+    body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
+    default, one, greedy = (
+        choice_of(client, COMPLETIONS, **body, **more)["text"]
+        for more in ({}, {"temperature": 1}, {"temperature": 0})
+    )
+    assert default == one != greedy
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_no_top_k_keeps_all_tokens(client: Any, top_k: int) -> None:
+    body = {**BODY, "temperature": 2.0, "seed": 3}
+    found = choice_of(client, COMPLETIONS, **body, top_k=top_k)
+    assert found == choice_of(client, COMPLETIONS, **body)
+    assert found != choice_of(client, COMPLETIONS, **body, top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "max_tokens": -1}),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": -1}),
+        (COMPLETIONS, {"prompt": "hello", "max_tokens": -1}),
+        (COMPLETIONS, {"prompt": ["hello"], "max_completion_tokens": -1, "echo": True}),
+    ],
+)
+def test_an_answer_may_fill_the_context(client: Any, path: str, body: dict[str, Any]) -> None:
+    reply = post(client, path, **body, temperature=0, ignore_eos=True)
+    assert reply["usage"]["total_tokens"] == toy_engine().target.max_length
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+def test_another_name_of_the_number_of_tokens(client: Any) -> None:
+    body = {"prompt": "hello", "temperature": 0}
+    found = post(client, COMPLETIONS, **body, max_completion_tokens=7)
+    assert found["usage"]["completion_tokens"] == 7
+    assert choice_of(client, COMPLETIONS, **body, max_completion_tokens=0)["text"] == ""
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}])
+@pytest.mark.parametrize("ending", [{}, {"ignore_eos": True, "stop_token_ids": [257, 9999]}])
+def test_an_answer_has_its_least_number_of_tokens(
+    client: Any, sampling: dict[str, Any], ending: dict[str, Any]
+) -> None:
+    """Exactly: the tokens are those of the engine where these have no probability until then."""
+    least, engine = 6, toy_engine()
+    length = len(engine.encode("hello", raw=True)) + least
+
+    def suppress(tokens: Sequence[int], logits_V: np.ndarray) -> np.ndarray:
+        if len(tokens) < length:
+            logits_V[257] = -np.inf
+        return logits_V
+
+    bias = {"logit_bias": {257: 100.0}}
+    options = {**sampling, **ending, **bias, "max_new_tokens": 20}
+    expected = engine.generate("hello", raw=True, logits_processor=suppress, **options)
+    assert len(expected.token_ids) == least + 1
+    body = {"prompt": "hello", "max_tokens": 20, **sampling, **ending, **bias}
+    reply = post(client, COMPLETIONS, **body, min_tokens=least)
+    assert reply["choices"][0]["text"] == expected.text
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["usage"]["completion_tokens"] == least + 1
+    assert post(client, COMPLETIONS, **body)["usage"]["completion_tokens"] == 1
+    chat = {"messages": HELLO, "max_tokens": 20, "min_tokens": least, **sampling, **ending, **bias}
+    assert post(client, CHAT, **chat)["usage"]["completion_tokens"] == least + 1
+
+
+def test_a_completion_without_bos(client: Any) -> None:
+    reply = post(client, COMPLETIONS, **BODY, add_special_tokens=False)
+    assert reply["usage"]["prompt_tokens"] == len("hello")
+    ids = list(b"hello")
+    assert reply["choices"] == post(client, COMPLETIONS, **{**BODY, "prompt": ids})["choices"]
+    assert post(client, COMPLETIONS, **BODY, add_special_tokens=True)["usage"]["prompt_tokens"] == 6
+    empty = client.post(COMPLETIONS, json={"prompt": "", "add_special_tokens": False})
+    assert empty.status_code == 400
+    post(client, CHAT, messages=HELLO, max_tokens=1, add_special_tokens=False)
+
+
+def test_a_completion_keeps_to_a_format(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed, of the extra grammar")
+    form = {"type": "regex", "regex": "[ab]{3}x"}
+    for prompt in ("hello", ["hello", "you"]):
+        reply = post(client, COMPLETIONS, **{**BODY, "prompt": prompt}, response_format=form)
+        for choice in reply["choices"]:
+            assert re.fullmatch("[ab]{3}x", choice["text"])
+    bad = client.post(COMPLETIONS, json={**BODY, "response_format": {"type": "poem"}})
+    assert bad.status_code == 400
+    assert "poem" in bad.json()["error"]["message"]
+
+
+def test_a_prompt_may_be_read_anew(client: Any) -> None:
+    def num_cached(**more: Any) -> Any:
+        usage = post(client, COMPLETIONS, **{**BODY, "prompt": "read me anew"}, **more)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    num_cached()
+    assert num_cached(cache_prompt=True) == num_cached() == len("read me anew")
+    assert num_cached(cache_prompt=False) == 0
+
+
+def test_choices_of_several_prompts(client: Any) -> None:
+    body = {"max_tokens": 6, "temperature": 1.5, "seed": 11}
+    reply = post(client, COMPLETIONS, prompt=["one", "two"], n=2, **body)
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert texts == [
+        choice_of(client, COMPLETIONS, prompt=prompt, **{**body, "seed": seed})["text"]
+        for prompt in ("one", "two")
+        for seed in (11, 12)
+    ]
+    assert len(set(texts)) == 4
+    assert reply["usage"]["prompt_tokens"] == 8  # each prompt once: three letters and BOS
+    assert reply["usage"]["completion_tokens"] == 24
+    streamed = ["", "", "", ""]
+    for part in stream(client, COMPLETIONS, prompt=["one", "two"], n=2, **body)[:-1]:
+        streamed[part["choices"][0]["index"]] += part["choices"][0]["text"]
+    assert streamed == texts
+
+
+@pytest.mark.parametrize("also_at_the_end", [False, True])
+def test_each_event_counts_the_tokens_so_far(client: Any, also_at_the_end: bool) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": also_at_the_end}
+    parts = stream(client, COMPLETIONS, **BODY, n=2, stream_options=options)[:-1]
+    if also_at_the_end:
+        last = parts.pop()
+        assert last["choices"] == []
+        assert last["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 24
+    prompt = post(client, COMPLETIONS, **BODY)["usage"]["prompt_tokens"]
+    assert all(part["usage"]["prompt_tokens"] == prompt for part in parts)
+    assert parts[-1]["usage"]["total_tokens"] == prompt + 24
+    chat = {"messages": HELLO, "max_tokens": 5, "stream_options": options}
+    parts = [part for part in stream(client, CHAT, **chat)[:-1] if part["choices"]]
+    assert parts[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_cached_tokens_are_those_of_all_prompts() -> None:
+    with in_process() as client:
+        counts = []
+        for prompt in ("one two", ["one two", "one three"]):
+            usage = post(client, COMPLETIONS, prompt=prompt, n=2, max_tokens=6)["usage"]
+            counts.append(usage["prompt_tokens_details"]["cached_tokens"])
+    # what the prompts share with what was read before, BOS too; the last such token is read anew
+    assert counts == [0, len("one two") + len("one t")]
+
+
+def test_a_prompt_may_be_token_ids_and_is_echoed(client: Any) -> None:
+    ids = toy_engine().encode("hello", raw=True)
+    text = choice_of(client, COMPLETIONS, **BODY)["text"]
+    assert choice_of(client, COMPLETIONS, **{**BODY, "prompt": ids})["text"] == text
+    assert choice_of(client, COMPLETIONS, **BODY, echo=True)["text"] == "hello" + text
+    parts = stream(client, COMPLETIONS, **{**BODY, "prompt": [ids]}, echo=True)[:-1]
+    assert "".join(part["choices"][0]["text"] for part in parts) == "hello" + text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_ids_that_are_no_tokens_are_refused_before_they_are_echoed(
+    client: Any, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    decode = ByteTokenizer.decode
+
+    def decode_strictly(self: ByteTokenizer, ids: Sequence[int]) -> str:
+        assert max(ids) < self.vocab_size, "real tokenizers raise an error as well"
+        return decode(self, ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", decode_strictly)
+    body = {"prompt": [99999999999], "echo": True, "max_tokens": 2, "stream": is_stream}
+    reply = client.post(COMPLETIONS, json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "prompt"
+
+
+@pytest.fixture(scope="module")
+def letters() -> Iterator[Any]:
+    """Returns a client of an engine whose tokens are letters."""
+    with in_process(small.toy_engine()) as made:
+        yield made
+
+
+@pytest.mark.parametrize("has_stop", [False, True])
+def test_logprobs_of_a_completion(letters: Any, has_stop: bool) -> None:
+    """Whole and streamed: the tokens shown are those of the text, and no more."""
+    text = choice_of(letters, COMPLETIONS, **BODY)["text"]
+    stop = text[4:7]
+    body = {**BODY, "logprobs": 1, "stop": [stop] if has_stop else []}
+    choice = choice_of(letters, COMPLETIONS, **body)
+    found = choice["logprobs"]
+    count = text.index(stop) if has_stop else len(text)
+    assert "".join(found["tokens"]) == choice["text"] == text[:count]
+    assert found["text_offset"] == list(range(count))
+    pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+    assert found["top_logprobs"] == [{token: logprob} for token, logprob in pairs]
+    parts = [part["choices"][0] for part in stream(letters, COMPLETIONS, **body)[:-1]]
+    assert len(parts) > 2
+    for key, values in found.items():
+        assert [each for part in parts for each in (part["logprobs"] or {key: []})[key]] == values
+
+
+class Alike(ByteTokenizer):
+    """Has a token 1 whose text is that of "a", and half a character, 200."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode([ord("a") if i == 1 else i for i in ids])
+
+
+def test_of_tokens_with_one_text_none_is_lost() -> None:
+    texts = TokenTexts(Alike(), frozenset())
+    entry = TokenLogprob(1, -0.5, [(1, -0.5), (ord("a"), -1.5), (200, -2.5), (201, -3.5)])
+    found = texts.completion([(entry, 7)], 3)
+    half = "\ufffd"
+    expected = {"a": -0.5, "token_id:97": -1.5, half: -2.5, "token_id:201": -3.5}
+    assert found["top_logprobs"] == [expected]
+    assert found["text_offset"] == [10]
+    (content,) = texts.chat([(entry, 7)])["content"]
+    assert [top["logprob"] for top in content["top_logprobs"]] == [-0.5, -1.5, -2.5, -3.5]
+
+
+class Spaced(ByteTokenizer):
+    """Drops the space before its first word, as SentencePiece does."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode(ids).removeprefix(" ")
+
+
+def test_a_tokens_text_has_its_space() -> None:
+    (entry,) = TokenTexts(Spaced(), frozenset()).chat([(TokenLogprob(32, -1.0, []), 0)])["content"]
+    assert (entry["token"], entry["bytes"]) == (" ", [32])
+
+
+def test_the_token_that_ends_an_answer_has_no_logprob(client: Any) -> None:
+    body = {"messages": HELLO, "temperature": 0, "logprobs": True, "logit_bias": {"257": 100}}
+    choice = choice_of(client, CHAT, **body)
+    assert choice["message"]["content"] == ""
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["content"] == []

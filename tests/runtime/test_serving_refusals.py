@@ -1,0 +1,396 @@
+"""Tests what requests are refused, by the parameter and the code that programs read, and that each
+refusal is one line for people."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from apis import APIS, COMPLETIONS_API, FUNCTION, Api
+from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process, tool_engine
+
+CHAT_API, RESPONSES_API, MESSAGES_API = APIS
+JSON = {"Content-Type": "application/json"}
+LONG = "x" * 310
+LOGPROBS = "message.output_text.logprobs"
+COUNT = f"{MESSAGES}/count_tokens"
+VALUE, LENGTH, MISSING = "invalid_value", "context_length_exceeded", "missing_required_parameter"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with in_process(max_body=20_000, max_prompt=300) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Any]:
+    """Gives a client of an engine that can keep answers inside grammars."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    with in_process(tool_engine()) as made:
+        yield made
+
+
+def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [*HELLO, {"role": role, "content": list(blocks)}]}
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+SHOWN = {"type": "input_image", "image_url": "https://example.com/a.png"}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"name": "Ada"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": 3}
+TOOL = {"name": "look_up", "input_schema": {}}
+Row = tuple[dict[str, Any], str | None, str | None]
+# Of Anthropic's API, also where tokens are counted: its errors have no parameter and no code.
+COUNTED: list[Row] = [
+    ({"messages": []}, None, "'messages'"),
+    ({"messages": None}, None, "'messages'"),
+    ({"messages": [{"role": "king", "content": "x"}]}, None, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, None, "messages[0].content"),
+    (said(IMAGE), None, "type 'image' in messages[1].content[0]"),
+    (said({"type": "text", "text": "a"}, {"type": "document"}), None, "messages[1].content[1]"),
+    (said({"type": "search_result"}), None, "'search_result' in messages[1].content[0]"),
+    (said({"type": ["text"]}), None, "['text']"),
+    (said({"text": "x"}), None, "type None"),
+    (said({"type": "text"}), None, "expected a text block with a text"),
+    (said(USE), None, "'tool_use'"),
+    (said(RESULT, role="assistant"), None, "'tool_result'"),
+    (said({**USE, "input": "{}"}, role="assistant"), None, "an object as input"),
+    (said(USE, role="assistant"), None, "a last message of the assistant's"),
+    ({"messages": [{"role": "assistant", "content": "I am"}]}, None, "nothing before it"),
+    (said({"type": "tool_result"}), None, "its tool_use_id"),
+    (said({**RESULT, "content": [IMAGE]}), None, "messages[1].content[0].content[0]"),
+    (said({**RESULT, "content": 3}), None, "expected a text or blocks"),
+    (said({**RESULT, "content": ["x"]}), None, "expected a text or blocks"),
+    ({"system": [IMAGE]}, None, "system[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, None, "web_search"),
+    ({"tools": [{"name": "look up", "input_schema": {}}]}, None, "look up"),
+    ({"tools": [{"name": "look_up"}]}, None, "input_schema"),
+    ({"tools": [{"input_schema": {}}]}, None, "tools[0].name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "perhaps"}}, None, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, None, "expected a name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "look_up"}}, None, "expected a name"),
+    ({"tool_choice": {"type": "auto"}}, None, "'tools' are specified"),
+    ({"mcp_servers": [{}]}, None, "mcp_servers"),
+    ({"colour": "red"}, None, "colour"),
+]
+# What a request that says hello has as well or instead, the parameter that is wrong, and the code;
+# of errors without a parameter, words of the message.
+REFUSED: dict[Api, list[Row]] = {
+    CHAT_API: [
+        ({"messages": None}, "messages", VALUE),
+        ({"messages": []}, "messages", VALUE),
+        ({"colour": 1}, "colour", None),
+        ({"max-tokens": 3}, "max-tokens", None),
+        ({"str": 3}, "str", None),
+        ({"functions": []}, "functions", VALUE),
+        (
+            {"stream": True, "stream_options": {"usage please": True}},
+            "stream_options.usage please",
+            None,
+        ),
+        ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", VALUE),
+        ({"messages": [{"role": "user"}]}, "messages", VALUE),
+        ({"messages": [{"role": "user", "content": LONG}]}, "messages", LENGTH),
+        ({"top_logprobs": 2}, None, "only allowed when 'logprobs' is true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
+        ({"max_tokens": 0}, "max_tokens", VALUE),
+        ({"max_tokens": None, "max_completion_tokens": -2}, "max_completion_tokens", VALUE),
+        ({"add_special_tokens": True}, "add_special_tokens", VALUE),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", VALUE),
+        (
+            {"min_tokens": 5, "response_format": {"type": "json_object"}},
+            None,
+            "'min_tokens' is not allowed together with 'response_format'.",
+        ),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", VALUE),
+        ({"n_predict": 4}, "n_predict", None),
+        ({"temprature": 1}, "temprature", None),
+        ({"typical_p": 0.9}, "typical_p", None),
+        ({"draft_model": "small"}, "draft_model", None),
+        ({"guided_json": {}}, "guided_json", None),
+        (
+            {"max_tokens": 1, "max_completion_tokens": 1},
+            None,
+            "'max_tokens' and 'max_completion_tokens' exclude each other.",
+        ),
+        (
+            {"stream_options": {}, "stream": False},
+            None,
+            "'stream_options' is only allowed when 'stream' is true.",
+        ),
+        ({"n": 9}, "n", VALUE),
+        ({"stop": [*"abcdefghijklmnopq"]}, "stop", VALUE),
+        ({"stop": [""]}, "stop", VALUE),
+        ({"stream": "yes"}, "stream", VALUE),
+        ({"modalities": ["audio"]}, "modalities[0]", VALUE),
+        ({"model": "gpt"}, "model", "model_not_found"),
+        ({"drafter": "hydra"}, "drafter", "unknown_drafter"),
+        ({"tools": [{"type": "custom"}]}, "tools", VALUE),
+        (
+            {"tool_choice": "auto"},
+            None,
+            "'tool_choice' is only allowed when 'tools' are specified.",
+        ),
+    ],
+    COMPLETIONS_API: [
+        ({"temperature": 2.5}, "temperature", VALUE),
+        ({"temperature": "1"}, "temperature", VALUE),
+        ({"top_p": -1}, "top_p", VALUE),
+        ({"seed": 1.5}, "seed", VALUE),
+        ({"logprobs": 6}, "logprobs", VALUE),
+        ({"best_of": 3}, None, "'best_of' has to equal 'n'"),
+        ({"suffix": "y"}, "suffix", VALUE),
+        ({"top_k": -2}, "top_k", VALUE),
+        ({"min_tokens": 17, "max_tokens": None}, "min_tokens", VALUE),
+        (
+            {"max_tokens": 1, "max_completion_tokens": 1},
+            None,
+            "'max_tokens' and 'max_completion_tokens' exclude each other.",
+        ),
+        ({"content": "x"}, "content", None),
+        ({"prompt": []}, None, "got prompt [], expected at least one prompt"),
+        ({"prompt": ["x"] * 9}, "n", VALUE),
+        ({"prompt": [1, 999]}, "prompt", VALUE),
+        ({"prompt": [99999999999], "echo": True}, "prompt", VALUE),
+        ({"prompt": {"a": 1}}, "prompt", VALUE),
+        ({"prompt": LONG}, "prompt", LENGTH),
+        ({"prompt": "x" * 2000}, "prompt", LENGTH),
+        ({"prompt": "\ud800"}, "prompt", VALUE),
+        ({"prompt": "", "add_special_tokens": False}, "prompt", VALUE),
+        ({"logit_bias": {"5": 101}}, "logit_bias", VALUE),
+        ({"response_format": {"type": "poem"}}, "response_format", VALUE),
+        ({"model": "gpt"}, "model", "model_not_found"),
+        ({"drafter": "hydra"}, "drafter", "unknown_drafter"),
+    ],
+    RESPONSES_API: [
+        ({"input": None}, "input", VALUE),
+        ({"input": []}, "input", VALUE),
+        ({"input": [{"role": "user", "content": [SHOWN]}]}, "input", VALUE),
+        ({"input": [{"role": "user"}]}, "input", VALUE),
+        ({"input": [{"role": "king", "content": "x"}]}, "input", VALUE),
+        ({"input": [*HELLO, {"type": "item_reference"}]}, "input", VALUE),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input", VALUE),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", VALUE),
+        ({"input": [OUTPUT]}, "input", VALUE),
+        ({"input": LONG}, "input", LENGTH),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_not_found"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "response_not_found"),
+        ({"tools": [{"type": "web_search"}]}, "tools", VALUE),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools", VALUE),
+        (
+            {"tool_choice": "required"},
+            None,
+            "'tool_choice' is only allowed when 'tools' are specified.",
+        ),
+        ({"top_logprobs": 2}, None, f"only allowed when 'include' has '{LOGPROBS}'"),
+        ({"background": True}, "background", VALUE),
+        ({"truncation": "auto"}, "truncation", VALUE),
+        ({"conversation": "c"}, "conversation", VALUE),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs", VALUE),
+        ({"max_output_tokens": 0}, "max_output_tokens", VALUE),
+        ({"temperature": 3}, "temperature", VALUE),
+        ({"metadata": {"a": 1}}, "metadata.a", VALUE),
+        ({"messages": HELLO}, "messages", None),
+        ({"model": "gpt"}, "model", "model_not_found"),
+        ({"drafter": "hydra"}, "drafter", "unknown_drafter"),
+    ],
+    MESSAGES_API: [
+        *COUNTED,
+        (said({"type": "text", "text": "\ud800"}), None, "surrogate"),
+        ({"max_tokens": None}, None, "max_tokens"),
+        ({"max_tokens": 0}, None, "max_tokens"),
+        ({"temperature": 1.5}, None, "temperature"),
+        ({"top_k": -1}, None, "top_k"),
+        ({"top_p": 2}, None, "top_p"),
+        ({"stop_sequences": "x"}, None, "stop_sequences"),
+        ({"stop_sequences": [""]}, None, "stop_sequences"),
+        ({"stop_sequences": 65 * ["x"]}, None, "stop_sequences"),
+        ({"stream": "yes"}, None, "stream"),
+        ({"container": "c"}, None, "container"),
+        ({"seed": 3}, None, "seed"),
+        ({"messages": [{"role": "user", "content": LONG}]}, None, "prompt is too long"),
+        ({"messages": [{"role": "user", "content": "x" * 900}]}, None, "prompt is too long"),
+    ],
+}
+
+
+def format_of(kind: str, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **more}}
+
+
+FLY = {"name": "fly"}
+# Of an engine that can keep answers inside grammars: in a request with a tool.
+UNKEPT: dict[Api, list[Row]] = {
+    CHAT_API: [
+        (format_of("xml"), "response_format", VALUE),
+        (format_of("regex", regex="("), "response_format", VALUE),
+        (format_of("regex"), "response_format", VALUE),
+        (format_of("json_schema"), "response_format", VALUE),
+        (format_of("ebnf", grammar="x"), "response_format", VALUE),  # beside tools
+        (format_of("json_schema", json_schema={"schema": {"not": {}}}), "response_format", VALUE),
+        ({"tool_choice": "perhaps"}, "tool_choice", VALUE),
+        ({"tool_choice": {"type": "function", "function": FLY}}, "tool_choice", VALUE),
+    ],
+    RESPONSES_API: [
+        ({"text": {"format": {"type": "xml"}}}, "response_format", VALUE),
+        ({"tool_choice": "perhaps"}, "tool_choice", VALUE),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", VALUE),
+        ({"tool_choice": {"type": "function", **FLY}}, "tool_choice", VALUE),
+    ],
+    MESSAGES_API: [
+        ({"output_config": {"format": {"type": "xml"}}}, None, "'xml'"),
+        ({"tool_choice": {"type": "tool", **FLY}}, None, "'fly', expected one of look_up"),
+    ],
+}
+
+
+def asked(client: Any, api: Api, body: dict[str, Any], path: str = "") -> Any:
+    """Sends JSON that may hold half a character, which httpx would not write."""
+    return client.post(path or api.path, content=json.dumps(body), headers=JSON)
+
+
+ROWS = [(api, "client", *row) for api, rows in REFUSED.items() for row in rows]
+ROWS += [(api, "calling", *row) for api, rows in UNKEPT.items() for row in rows]
+
+
+def body_of(api: Api, client: str, more: dict[str, Any], **asked: Any) -> dict[str, Any]:
+    tools = [FUNCTION] if client == "calling" else None
+    return {**api.body(tools=tools, **asked), **more}
+
+
+@pytest.mark.parametrize(("api", "name", "more", "param", "said"), ROWS)
+def test_what_is_refused(
+    request: Any, api: Api, name: str, more: Any, param: str | None, said: str | None
+) -> None:
+    client = request.getfixturevalue(name)
+    replies = [asked(client, api, body_of(api, name, more, stream=each)) for each in (False, True)]
+    if (more, param, said) in COUNTED:
+        replies.append(asked(client, api, {"messages": HELLO, **more}, COUNT))
+    for reply in replies:
+        error = api.error(reply)
+        assert reply.status_code == (404 if (said or "").endswith("not_found") else 400)
+        assert error["type"] == "invalid_request_error"
+        assert param is not None or str(said) in error["message"]
+        assert (error.get("param"), error.get("code")) == (param, said if param else None)
+
+
+# Refusals of other kinds than a value: of fields, and of two that do not go together.
+FIELDS = re.compile(
+    r"Unrecognized request argument supplied: |Missing required parameter: '[^']+'\.$"
+    r"|'\w+' (is (only|not) allowed |has to equal )|'\w+' and '\w+' exclude each other"
+    r"|The model `.*` does not exist; this server has `|(Item|Response) with id '\w+' not found: "
+)
+
+
+def test_each_refusal_is_one_line_with_what_was_got_and_expected(request: Any) -> None:
+    for api, name, more, *_ in ROWS:
+        reply = asked(request.getfixturevalue(name), api, body_of(api, name, more))
+        message = api.error(reply)["message"]
+        assert message.isprintable(), message
+        assert re.search(r"got .+[,;] expected .", message) or FIELDS.match(message), message
+        assert " should " not in message, "a library's words"
+
+
+UNKNOWN = "Unrecognized request argument supplied: "
+# One sentence of each kind.
+SENTENCES: list[tuple[Api, dict[str, Any], str]] = [
+    (CHAT_API, {"colour": 1}, f"{UNKNOWN}colour"),
+    (CHAT_API, {"temprature": 1}, f"{UNKNOWN}temprature; use 'temperature'"),
+    (CHAT_API, {"n_predict": 4}, f"{UNKNOWN}n_predict; use 'max_tokens'"),
+    (RESPONSES_API, {"max_tokens": 4}, f"{UNKNOWN}max_tokens; use 'max_output_tokens'"),
+    (CHAT_API, {"typical_p": 0.9}, f"{UNKNOWN}typical_p; here it is always 1"),
+    (MESSAGES_API, {"seed": 3}, f"{UNKNOWN}seed"),
+    (CHAT_API, {"messages": []}, "Invalid 'messages': got [], expected 1 or more items."),
+    (CHAT_API, {"temperature": 3}, "Invalid 'temperature': got 3, expected at most 2."),
+    (CHAT_API, {"stream": "yes"}, "Invalid 'stream': got 'yes', expected bool."),
+    (RESPONSES_API, {"truncation": "x"}, "Invalid 'truncation': got 'x', expected 'disabled'."),
+    (
+        CHAT_API,
+        {"functions": []},
+        "Invalid 'functions': got [], expected null; use 'tools' and 'tool_choice'.",
+    ),
+    (
+        CHAT_API,
+        {"max_tokens": 0},
+        "Invalid 'max_tokens': got 0, expected 1 or more, or -1 for as many as fit.",
+    ),
+    (CHAT_API, {"stop": [""]}, "got stop [''], expected 1 or more characters"),
+    (CHAT_API, {"model": "gpt"}, "The model `gpt` does not exist; this server has `toy`."),
+    (CHAT_API, {"drafter": "no"}, "got drafter 'no', expected one of parallelspec, none"),
+    (CHAT_API, {"n": 9}, "got 9 answers in one request, expected at most 8"),
+    (COMPLETIONS_API, {"prompt": [1, 999]}, "got token ids from 1 to 999, expected 0 to 257"),
+    (
+        MESSAGES_API,
+        {"messages": [{"role": "user", "content": LONG}]},
+        "prompt is too long: got a prompt of 331 tokens, expected at most 300 at this server",
+    ),
+]
+
+
+@pytest.mark.parametrize(("api", "more", "sentence"), SENTENCES)
+def test_a_sentence_of_each_kind(client: Any, api: Api, more: Any, sentence: str) -> None:
+    assert api.error(asked(client, api, {**api.body(), **more}))["message"] == sentence
+
+
+def test_a_field_that_is_missing(client: Any) -> None:
+    for api, name in (
+        (CHAT_API, "messages"),
+        (RESPONSES_API, "input"),
+        (COMPLETIONS_API, "prompt"),
+    ):
+        error = api.error(asked(client, api, {}))
+        assert error["message"] == f"Missing required parameter: '{name}'."
+        assert (error["param"], error["code"]) == (name, MISSING)
+
+
+# ---- bodies ----
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"messages": [',
+        b'"\xff\xfe\xc3"',
+        b'{"messages": "\xff"}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 15_000,
+        b'{"prompt": NaN}',
+        b"\x00\x01",
+        json.dumps({"messages": HELLO}).encode(),  # of the kind that other sites' pages may send
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_a_body_that_is_no_json_object_is_refused(client: Any, data: bytes) -> None:
+    kinds = ("application/json", "text/plain")
+    for kind in kinds[data.endswith(b"}]}") :]:
+        reply = client.post(CHAT, content=data, headers={"Content-Type": kind})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_too_large_is_refused(
+    client: Any, is_chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And read up to the limit, however large that is."""
+
+    def status(data: bytes) -> int:
+        content: Any = iter([data[:1000], data[1000:]]) if is_chunked else data
+        return int(client.post(COMPLETIONS, content=content, headers=JSON).status_code)
+
+    exact = json.dumps({"prompt": "x"}).encode()
+    padded = exact + b" " * (20_000 - len(exact))
+    for most in (None, 10):
+        if most:
+            monkeypatch.setattr("spec_runtime.serve.guards.MOST_DISCARDED", most)
+        assert (status(padded), status(padded + b" "), status(padded * 15)) == (200, 413, 413)
