@@ -394,3 +394,28 @@ def test_a_body_too_large_is_refused(
         if most:
             monkeypatch.setattr("spec_runtime.serve.guards.MOST_DISCARDED", most)
         assert (status(padded), status(padded + b" "), status(padded * 15)) == (200, 413, 413)
+
+
+@pytest.mark.parametrize(
+    ("path", "what", "expected"),
+    [
+        ("/chat/completions", "misses /v1", CHAT),
+        ("/messages", "misses /v1", MESSAGES),
+        ("/v1/v1/messages", "has one /v1 too many", MESSAGES),
+        ("/v1/v1/v1/chat/completions", "has one /v1 too many", CHAT),
+        ("/v1/tokenize", "has one /v1 too many", "/tokenize"),
+    ],
+)
+def test_a_base_address_with_too_few_or_too_many_versions_is_told_so(
+    client: Any, path: str, what: str, expected: str
+) -> None:
+    reply = client.post(path, json={})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+    message = reply.json()["error"]["message"]
+    assert f"got an address that {what}, expected {expected};" in message
+
+
+@pytest.mark.parametrize("path", ["/v1/v1", "/v1", "/v1nothing", "/nothing", "/v1/v1/nothing"])
+def test_an_address_that_is_none_by_any_base_is_only_refused(client: Any, path: str) -> None:
+    message = client.post(path, json={}).json()["error"]["message"]
+    assert message == f"Invalid URL (POST {path})"
