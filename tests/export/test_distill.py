@@ -456,7 +456,7 @@ def test_a_tokenizer_that_fails_is_one_line(model: str, tmp_path: Path) -> None:
         distill.run(config(str(copy), tmp_path / "out.jsonl"))
     shutil.copytree(model, copy, dirs_exist_ok=True)
     (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(ValueError, match="got eos_token_id '</s>', expected ids"):
+    with pytest.raises(ValueError, match=r"eos_token_id: got str '</s>', expected int"):
         distill.run(config(str(copy), tmp_path / "out.jsonl"))
 
 

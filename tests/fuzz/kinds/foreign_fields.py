@@ -79,6 +79,7 @@ def _cases(sources: tuple[str, ...], files: tuple[str, ...]) -> SearchStrategy[A
         st.none(), st.booleans(), st.integers(0, 9), st.floats(0.01, 4), st.sampled_from(TEXTS)
     )
     value = hostile | likely | likely.flatmap(lambda one: st.lists(st.just(one), max_size=8))
+    unknown = st.tuples(st.sampled_from(files), st.just(["made_up"]), value).map(list)
     field = st.one_of(
         [
             st.tuples(st.just(file), st.sampled_from(list(declared(kinds[file]))), value).map(list)
@@ -86,9 +87,12 @@ def _cases(sources: tuple[str, ...], files: tuple[str, ...]) -> SearchStrategy[A
         ]
     )
     source, fields = st.sampled_from(sources), st.lists(field, min_size=1, max_size=3)
+    # other people's files have fields that we do not know, which are left alone
+    left_alone = st.lists(unknown, min_size=1, max_size=1)
     return st.one_of(
         st.fixed_dictionaries({"source": source, "fields": fields}),
         st.fixed_dictionaries({"source": source, "fields": fields}),
+        st.fixed_dictionaries({"source": source, "fields": left_alone}),
         st.fixed_dictionaries({"source": source, "tensors": mutations.edits(2)}),
     )
 
