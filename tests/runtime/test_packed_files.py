@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -273,3 +275,20 @@ def test_other_weights_of_the_same_size_and_time_are_others(
     overwrite(path.with_suffix(".bin"), np.full((WIDTH, 8), 3.0, "f4"))
     other = open_mapped(path) if is_mapped else CpuBackend(path, GRAPH, 1, 1)
     assert product(other, 1.0) == 3.0 * WIDTH
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
+def test_packing_goes_after_what_answers(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    write_packed, seen = session._write_packed, list[int]()
+
+    def note(path: Path, folder: Path) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        write_packed(path, folder)
+
+    monkeypatch.setattr(session, "_write_packed", note)
+    assert answer(write(tmp_path, 2.0)) == 2.0 * WIDTH
+    assert seen == [max(before, packed_files.NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
