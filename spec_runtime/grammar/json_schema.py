@@ -294,11 +294,10 @@ class References(dict[str, Any]):
         return None
 
 
-def _endless(root: Any) -> set[str]:
-    """Returns the references in use that no finite value fits: those of {"a": …} where "a" has to
-    be there and refers to the same again."""
-    targets = References(root)
-    waiting, seen = [root], set[int]()
+def _objects(waiting: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yields each object in `waiting` and in its lists once. Whoever reads adds what is to follow
+    to `waiting`."""
+    seen = set[int]()
     while waiting:
         item = waiting.pop()
         if id(item) in seen:
@@ -306,8 +305,16 @@ def _endless(root: Any) -> set[str]:
         seen.add(id(item))
         if isinstance(item, list):
             waiting += item
-        if not isinstance(item, dict):
-            continue
+        if isinstance(item, dict):
+            yield item
+
+
+def _endless(root: Any) -> set[str]:
+    """Returns the references in use that no finite value fits: those of {"a": …} where "a" has to
+    be there and refers to the same again."""
+    targets = References(root)
+    waiting = [root]
+    for item in _objects(waiting):
         reference = item.get("$ref")
         if isinstance(reference, str):
             waiting.append(targets[reference])
@@ -369,16 +376,10 @@ def probes_of_names(schema: Any) -> list[str]:
 
     llguidance finds out in mid-answer, after the comma, if they do not.
     """
-    found, waiting, seen = dict[str, None](), [schema], set[int]()
-    while waiting and len(found) < MAX_PROBES:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, list):
-            waiting += item
-        if not isinstance(item, dict):
-            continue
+    found, waiting = dict[str, None](), [schema]
+    for item in _objects(waiting):
+        if len(found) >= MAX_PROBES:
+            break
         waiting += [each for key, each in item.items() if key not in _VALUES]
         patterns, known = item.get("patternProperties"), item.get("properties", {})
         required = item.get("required", [])
