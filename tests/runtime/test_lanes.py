@@ -341,7 +341,7 @@ def test_the_first_prompt_gets_half_of_a_chunk() -> None:
 
 def test_prompts_with_passes_of_their_own_are_read_one_after_another() -> None:
     """A pass costs hardly less for a part of a short prompt than for the whole."""
-    assert _shares(64, [100, 30, 30, 5], is_shared=False) == [32, 30, 0, 2]
+    assert _shares(64, [100, 27, 30, 5], is_shared=False) == [32, 27, 0, 5]
     assert _shares(64, [20, 20, 20, 20], is_shared=False) == [20, 20, 20, 0]
     assert _shares(2, [9, 9], is_shared=False) == [3, 0]  # one goes on
 
