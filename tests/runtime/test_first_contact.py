@@ -199,22 +199,6 @@ def test_the_provider_links_to_the_libraries_that_we_load(standin: StandIn) -> N
     assert {name for name in needed if not re.fullmatch(system, name)} == {DRIVER, *LIBRARIES}
 
 
-@pytest.fixture(scope="module")
-def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
-
-    return make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter("parallelspec")],
-            precision="fp16",
-            device="cuda",
-            out=tmp_path_factory.mktemp("first") / "bundle",
-        )
-    )
-
-
 @pytest.mark.standin
 @pytest.mark.parametrize(
     ("flags", "is_captured"),
@@ -225,12 +209,12 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
     ],
 )
 def test_the_first_command_ends_with_tokens(
-    standin: StandIn, folder: Path, tmp_path: Path, flags: list[str], is_captured: bool
+    standin: StandIn, workshop: Workshop, tmp_path: Path, flags: list[str], is_captured: bool
 ) -> None:
     """They are meaningless, as nothing is computed. Nothing but the summary is said."""
-    words = ["generate", "say abc", "--bundle", str(folder), "--backend", "cuda"]
+    words = ["generate", "say abc", "--bundle", str(workshop.cuda.lanes("fp16"))]
     log = tmp_path / "log"
-    words += [*flags, "--max-new-tokens", "24", "--ignore-eos"]
+    words += ["--backend", "cuda", *flags, "--max-new-tokens", "24", "--ignore-eos"]
     done = standin.run("-c", "from spec_runtime.cli import main; main()", *words, log=log)
     assert done.returncode == 0, done.stderr
     (summary,) = done.stderr.splitlines()
