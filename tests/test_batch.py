@@ -56,10 +56,9 @@ EXPERTS = {"num_experts_per_tok": 2, "num_experts": 5}
 
 
 @pytest.fixture(scope="module")
-def folder(fluent: FluentWorkshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(fluent: FluentWorkshop) -> Path:
     """Returns an fp32 bundle with every drafter and graphs for up to three lanes."""
-    out = tmp_path_factory.mktemp("lanes") / "bundle"
-    return fluent.build(out, *drafters.trainable(), drafter_precision="fp32", lanes=NUM_LANES)
+    return fluent.every(lanes=NUM_LANES)
 
 
 @pytest.fixture(autouse=True)

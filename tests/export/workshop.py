@@ -103,7 +103,13 @@ class Workshop:
 
     def bundle(self, drafter: str, precision: str = "fp32") -> Path:
         """Returns a bundle whose drafter has the target's precision, to be compared with torch."""
-        return self._once(f"{drafter}-{precision}", lambda: self._bundle(drafter, precision))
+        return self._once(
+            f"{drafter}-{precision}", lambda: self._bundle(drafter, precision=precision)
+        )
+
+    def every(self, precision: str = "fp32", lanes: int = 3) -> Path:
+        """Returns a bundle with every trainable drafter, in the target's precision."""
+        return self._once(f"every-{precision}", lambda: self._every(precision, lanes))
 
     @property
     def cuda(self) -> CudaWorkshop:
@@ -146,13 +152,17 @@ class Workshop:
         known["lanes"] = 1
         return make_bundle.build(BuildOptions(**known | {"out": out} | options), report)
 
-    def _bundle(self, drafter: str, precision: str) -> Path:
+    def _bundle(self, *names: str, precision: str, lanes: int = 1) -> Path:
         return self.build(
-            self.folder / "bundles" / f"{drafter}-{precision}",
-            drafter,
+            self.folder / "bundles" / f"{'every' if len(names) > 1 else names[0]}-{precision}",
+            *names,
             precision=precision,
             drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
+            lanes=lanes,
         )
+
+    def _every(self, precision: str, lanes: int) -> Path:
+        return self._bundle(*drafters.trainable(), precision=precision, lanes=lanes)
 
 
 class CudaWorkshop(Workshop):
