@@ -642,7 +642,7 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
         ['{"a": "b"}'],
     ),
 ]
-FORMATS += [(as_schema(schema), *texts) for schema, *texts in SCHEMAS]
+FORMATS += [(as_schema(schema), fitting, others) for schema, fitting, others in SCHEMAS]
 
 
 @pytest.mark.parametrize(("response_format", "fitting", "others"), FORMATS)
