@@ -58,7 +58,7 @@ def test_a_mixture_of_calls_answers_as_each_call_alone(drafter: str) -> None:
 def test_the_mixture_needs_no_assertions() -> None:
     folder = Path(__file__).parent
     path = os.pathsep.join([str(folder), str(folder.parent), *sys.path])
-    code = "from test_fair_lock import mixture; print(mixture('parallelspec', 3), __debug__)"
+    code = "from test_fair_lock import mixture; print(mixture('parallelspec'), __debug__)"
     found = subprocess.run(
         [sys.executable, "-O", "-c", code],
         capture_output=True,
@@ -74,13 +74,13 @@ def test_a_mixture_of_calls_on_a_bundle(fluent: FluentWorkshop) -> None:
     engine = load(bundle, threads=1, profile=False)
     engines = [engine, engine.with_drafter("none"), engine.with_drafter("parallelspec", False)]
     prompts = [engine.encode(f"say {word}") for word in ("abc, 3", "abc, 4", "xyz", "more")]
-    options = {"max_new_tokens": 16, "ignore_eos": True}
+    options = {"max_new_tokens": 24, "ignore_eos": True}
     plain = load(bundle, "none", threads=1)
 
     def answer(prompt: list[int], options: dict[str, Any]) -> list[int]:
         return plain.generate(prompt, reuse=False, **options).token_ids
 
-    assert problems(engines, answer, prompts, options, num_calls=2) == []
+    assert problems(engines, answer, prompts, options, num_calls=5) == []
 
 
 class Call:
