@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -458,8 +459,13 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_a_bundle_without_plans(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = str(workshop.bundle("parallelspec"))
+def test_a_bundle_without_plans(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = str(shutil.copytree(folder, tmp_path / "bundle"))
+    manifest = json.loads((folder / bundles.MANIFEST).read_text())
+    assert manifest["graphs"]["target"].pop("plans")
+    (tmp_path / "bundle" / bundles.MANIFEST).write_text(json.dumps(manifest))
     message = refusal(["--bundle", bundle, "--backend", "tensorrt"], capsys)
     assert "got a bundle without a TensorRT plan for target/target.onnx, expected one" in message
     assert "spec-export build --backend tensorrt, or choose --backend onnxruntime" in message
