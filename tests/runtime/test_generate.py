@@ -129,7 +129,7 @@ def test_logprobs_are_the_targets_own_and_cut_like_the_tokens(drafter: str) -> N
     assert [each.token_id for each in result.logprobs] == result.token_ids
     for position, each in enumerate(result.logprobs):
         target = make_engine("none", peak=9.0).target
-        logits_V = target.prefill(prompt + result.token_ids[:position])[0].row(0)
+        logits_V = target.prefill(prompt + result.token_ids[:position]).row(0)
         log_prob_V = logits_V - np.log(np.exp(logits_V.astype(np.float64)).sum())
         assert each.logprob == pytest.approx(log_prob_V[each.token_id], abs=1e-9)
         best = np.argsort(-log_prob_V, kind="stable")[:2].tolist()
