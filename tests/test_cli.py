@@ -330,7 +330,7 @@ def test_divergence_has_the_targets_logit_gap() -> None:
     other = [*plain[:3], plain[3] + 1, *plain[4:]]
     found = audit.compare("p", prompt_ids, plain, other, engine.target)
     fresh = toy_engine("none").target
-    logits_V = fresh.prefill(prompt_ids + plain[:3]).row(0)
+    logits_V = fresh.prefill(prompt_ids + plain[:3])[0].row(0)
     gap = float(logits_V[plain[3]] - logits_V[plain[3] + 1])
     spread = float(logits_V.max() - logits_V.min())
     assert found == audit.Divergence("p", 3, plain[3], plain[3] + 1, gap, spread)

@@ -227,13 +227,21 @@ class Target:
         assert isinstance(self._cache, SlotCache), self._cache
         return self._cache.slots(begin, end)
 
-    def prefill(self, tokens: Sequence[int]) -> Verified:
-        """Commits `tokens` (at least one) in chunks; returns the last row's logits."""
+    def prefill(
+        self, tokens: Sequence[int], wants: Wants = LOGITS
+    ) -> tuple[Verified, np.ndarray | None]:
+        """Commits `tokens` (at least one) in chunks.
+
+        Returns the last row's logits and the new rows' features f32[T, F], None if not wanted.
+        """
+        chunks_TF = []
         for begin in range(0, len(tokens), PREFILL_ROWS):
             chunk = TokenTree.chain(tokens[begin : begin + PREFILL_ROWS])
-            verified = self.verify(chunk, last_only=True)
+            verified = self.verify(chunk, wants, last_only=True)
+            if wants.features:
+                chunks_TF.append(verified.features(range(chunk.num_nodes)))
             self.commit(range(chunk.num_nodes))
-        return verified
+        return verified, np.concatenate(chunks_TF) if wants.features else None
 
     def verify(self, tree: TokenTree, wants: Wants = LOGITS, last_only: bool = False) -> Verified:
         """Runs one pass over the tree; nothing is committed yet.

@@ -16,7 +16,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.loop import generate
 from spec_runtime.loop.stats import Stats
 from spec_runtime.loop.step import Ending, Step, count_step
-from spec_runtime.loop.target import PREFILL_ROWS
+from spec_runtime.loop.target import PREFILL_ROWS, Wants
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
 from spec_runtime.trees.budget import Budget, Grown
@@ -129,7 +129,7 @@ def test_logprobs_are_the_targets_own_and_cut_like_the_tokens(drafter: str) -> N
     assert [each.token_id for each in result.logprobs] == result.token_ids
     for position, each in enumerate(result.logprobs):
         target = make_engine("none", peak=9.0).target
-        logits_V = target.prefill(prompt + result.token_ids[:position]).row(0)
+        logits_V = target.prefill(prompt + result.token_ids[:position])[0].row(0)
         log_prob_V = logits_V - np.log(np.exp(logits_V.astype(np.float64)).sum())
         assert each.logprob == pytest.approx(log_prob_V[each.token_id], abs=1e-9)
         best = np.argsort(-log_prob_V, kind="stable")[:2].tolist()
@@ -319,6 +319,14 @@ def test_features_are_copied_only_for_those_who_want_them() -> None:
         engine.generate([1, 2, 3], max_new_tokens=5)
     assert {drafter for drafter, name in asked if name != "logits"} == {"parallelspec"}
     assert ("parallelspec", "taps.2") in asked
+
+
+def test_a_prompt_of_several_chunks_has_the_features_of_all_its_tokens() -> None:
+    target = make_engine(max_length=PREFILL_ROWS + 60).target
+    prompt = random_prompt(1, length=PREFILL_ROWS + 20)
+    _, features = target.prefill(prompt, Wants(("features",)))
+    assert features is not None
+    assert features[:, :2].tolist() == [[token, place] for place, token in enumerate(prompt)]
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])

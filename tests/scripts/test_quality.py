@@ -19,7 +19,7 @@ def test_a_text_is_as_likely_as_its_tokens_one_by_one(num_tokens: int) -> None:
     expected = 0.0
     for i, token in enumerate(answer):
         target.truncate(0)
-        logits_V = target.prefill([*prompt_ids, *answer[:i]]).row(0).astype(float)
+        logits_V = target.prefill([*prompt_ids, *answer[:i]])[0].row(0).astype(float)
         expected += logits_V[token] - np.log(np.exp(logits_V).sum())
     assert quality.log_prob(target, prompt_ids, answer) == pytest.approx(expected)
 
