@@ -23,7 +23,7 @@ from spec_runtime.backends import run_each
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.result import Chunk, GenerationResult
-from spec_runtime.loop.target import PREFILL_ROWS
+from spec_runtime.loop.target import PREFILL_ROWS, Asked, Wants, verify_together
 from spec_runtime.pace.row_budget import (
     EXPLORING,
     FIRST_REST,
@@ -653,6 +653,13 @@ def test_a_chunk_beside_others_ends_with_the_gap_that_they_may_wait(
         [0.1] * (len(passes) - 1), rel=0.05
     )
     assert told == pytest.approx([0.001 * each.prompt_rows for each in passes], rel=0.05)
+
+
+def test_a_shared_pass_gives_features_to_the_lane_that_wants_them() -> None:
+    targets = [make_engine().target for _ in range(2)]
+    asked = [Asked(TokenTree.root(5)), Asked(TokenTree.root(6), Wants(("features",)))]
+    _, found = verify_together(TimedPasses(FakeClock()), targets, asked)
+    assert found.features([0])[0, :2].tolist() == [6, 0]  # its token and position
 
 
 @pytest.mark.usefixtures("timed")
