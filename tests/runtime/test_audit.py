@@ -402,6 +402,12 @@ def test_strict_reads_raw_logits(options: dict[str, Any]) -> None:
         engine.generate([1, 2], **options)
 
 
+def test_strict_judges_no_row_that_is_computed_by_itself() -> None:
+    engine = noisy_engine(0.0, strict_gap=1.0, drafter="none")
+    engine.generate(random_prompt(1), max_new_tokens=9)
+    assert (engine.target.num_judged, engine.target.num_redone) == (0, 0)
+
+
 def test_strict_refuses_low_precisions(tmp_path: Path) -> None:
     folder = write_small_bundle(tmp_path)
     manifest = small_manifest()

@@ -66,6 +66,7 @@ PATIENCE = 120.0  # seconds that a request may take at the end
 HOSTILE_SECONDS = 0.5  # that a hostile request is given
 HOSTILE_PATIENCE = 20.0  # after which it has not kept to them
 WARM_UP = 0.2  # of the time
+LEAST_EQUAL = 10  # answers; a run of fewer shows nothing
 TEXTS = (
     "say abc, 1",
     "say one two. 2",
@@ -548,6 +549,8 @@ def report(
     """Prints and writes figures and findings of a soak; returns 1 if something failed, else 0."""
     size = sizes(samples)
     failures = [*findings.failures, *size.pop("failures")]
+    if findings.outcomes["equal"] < LEAST_EQUAL:
+        failures.append(f"only {findings.outcomes['equal']} answers are compared and equal")
     figures |= {
         "by_kind": dict(sorted(findings.requests.items())),
         "outcomes": dict(sorted(findings.outcomes.items())),
