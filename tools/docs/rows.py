@@ -231,11 +231,6 @@ def disturbances(_: str) -> list[Row]:
     return list(found.values())
 
 
-def tests_by_kind(_: str) -> list[Row]:
-    counted = load("tests")
-    return [*rows_of("tests", "kinds"), {"key": "all", "value": counted["tests"]}]
-
-
 # What was aimed for: words, bound, file, and path of the figure; a path with "*" stands for the
 # smallest figure of all that have one there. Figures are to be at least the bound, those of steps
 # at most.
