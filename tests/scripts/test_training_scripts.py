@@ -18,10 +18,7 @@ from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
 from spec_export.training.features import FeatureCache
 from spec_runtime.errors import UserError
-from tools.training import (
-    ablations,
-    train_drafters,
-)
+from tools.training import ablations
 
 DRAFTER = "parallelspec"
 
@@ -62,23 +59,24 @@ def test_a_study_trains_each_variant_once_on_equal_rows(
     cache = FeatureCache(given["cache"])
     num_batches = len(epoch_batches(cache.length_N, 512, 0, 0))
     budget = {"token_rows": 600, "rows_per_step": cache.loss_T.sum() / num_batches}
-    assert found["token_rows"] == budget
-    assert found["steps"] == round(600 / budget["rows_per_step"]) > 1
     one, three = found["variants"]
+    assert one["budget"] == three["budget"] == budget
+    assert one["steps"] == round(600 / budget["rows_per_step"]) > 1
     assert [len(row["top1_K"]) for row in (one, three)] == [2, 4]
     assert three["parameters"] - one["parameters"] == 2 * 64, "a mask is one vector of the width"
-    assert one["token_rows"] == found["steps"] * budget["rows_per_step"]
+    assert one["token_rows"] == one["steps"] * budget["rows_per_step"]
     assert "| masks 3 |" in shown
 
     assert ablations.main([*words, "--only", "wrong", "--steps", "2"]) == 1, "it cannot be trained"
     monkeypatch.setattr(train, "run", never)
     assert ablations.main([*words, *right, "600"]) == 0
     assert capsys.readouterr().out.endswith(shown)
-    with pytest.raises(UserError, match="holds runs of 600 token rows, got 700"):
-        ablations.main([*words, *right, "700"])
-    assert ablations.main([*words, "--only", "masks 1", "--steps", "4"]) == 1
-    (row,) = json.loads(given["json"].read_text())["variants"]
-    assert "holds a run with other settings" in row["error"]
+    for other, message in (
+        ([*right, "700"], "holds runs of 600 token rows, got 700"),
+        (["--only", "masks 1", "--steps", "4"], "holds a run with other settings"),
+    ):
+        assert ablations.main([*words, *other]) == 1
+        assert message in json.loads(given["json"].read_text())["variants"][0]["error"]
 
 
 @pytest.mark.parametrize("study", ablations.STUDIES)
@@ -95,14 +93,13 @@ def test_every_variant_is_another_drafter(study: str) -> None:
 def test_combinations_are_named_on_the_command_line() -> None:
     text = "both: drafter.layers=2,drafter.taps=[1, 2]"
     both = ("drafter.layers=2", "drafter.taps=[1, 2]")
-    assert ablations.chosen({"baseline": ()}, [text], ["both"]) == {"both": both}
-    for added, only, message in (
-        (["layers=2"], None, "expected 'LABEL: KEY=VALUE,KEY=VALUE'"),
-        (["baseline: drafter.layers=2"], None, "got --variant 'baseline' twice"),
-        ([], ["both"], "got --only 'both', expected some of baseline"),
+    assert ablations.with_variants({"baseline": ()}, [text]) == {"baseline": (), "both": both}
+    for added, message in (
+        ("layers=2", "expected 'LABEL: KEY=VALUE,KEY=VALUE'"),
+        ("baseline: drafter.layers=2", "got --variant 'baseline' twice"),
     ):
         with pytest.raises(UserError, match=message):
-            ablations.chosen({"baseline": ()}, added, only)
+            ablations.with_variants({"baseline": ()}, [added])
 
 
 def test_drafters_are_trained_on_one_cache(workshop: Workshop, tmp_path: Path) -> None:
@@ -110,8 +107,10 @@ def test_drafters_are_trained_on_one_cache(workshop: Workshop, tmp_path: Path) -
     files = [workshop.folder / f"{name}.toml" for name in (DRAFTER, "medusa")]
     for file in files:
         file.write_text(workshop.recipe(file.stem, "top_k = 5"))
-    words = ["--data", workshop.folder / "data.jsonl", "--out", tmp_path / "out", *files]
-    assert train_drafters.main([*map(str, words), "--token-rows", "300"]) == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    out = tmp_path / "out.json"
+    words = ["recipes", "--data", workshop.folder / "data.jsonl", "--out", tmp_path / "out"]
+    words += ["--cache", tmp_path / "cache", "--json", out, "--recipe", *files]
+    assert ablations.main([*map(str, words), "--token-rows", "300"]) == 0
+    found = json.loads(out.read_text())
     assert [found[file.stem]["steps"] > 0 for file in files] == [True, True]
     assert list((tmp_path / "out").glob("*/features")) == []

@@ -50,7 +50,7 @@ from tools.ci.soak import (
     sample,
 )
 from tools.figures import command_line, manifest_of, run
-from tools.measure.rivals.crowd import quantile
+from tools.measure.rivals.report import gap_figures
 
 REQUESTS = 120  # different ones, each answered once alone
 SHARES = {"long": 0.1, "grammar": 0.1}
@@ -307,11 +307,7 @@ def main(words: list[str] | None = None) -> int:
         "answers": found.num_answers,
         "differ": len(found.parted) - len(ties),
         "near_ties": ties,
-        "gap_ms": {
-            "median": quantile(found.gaps, 50),
-            "p99": quantile(found.gaps, 99),
-            "longest": quantile(found.gaps, 100),
-        },
+        "gap_ms": gap_figures(found.gaps),
     }
     return report(args.json, figures, found.findings, samples, manifest)
 

@@ -63,108 +63,6 @@ def speedup_by_category() -> str:
     return _svg(figure)
 
 
-def speed_by_nodes() -> str:
-    """Lines: speed-up against the nodes of a tree; the tuned choice is a star."""
-    figure, axes = _axes(8, 3.8)
-    for precision, colour in COLOURS.items():
-        contenders = _load(f"sweep-{precision}")["contenders"]
-        sizes = ["plain", "4 nodes", "8 nodes", "16 nodes"]
-        points = [contenders[name] for name in sizes if name in contenders]
-        nodes = [each["nodes"] for each in points]
-        medians, errors = _errors([each["speedup"]["all"] for each in points])
-        axes.errorbar(nodes, medians, errors, color=colour, marker="o", capsize=3, label=precision)
-        tuned = contenders["tuned"]
-        axes.plot(
-            [tuned["nodes"]],
-            [tuned["speedup"]["all"]["median"]],
-            "*",
-            color=colour,
-            markersize=17,
-            markeredgecolor="#222",
-        )
-    axes.plot([], [], "*", color="white", markeredgecolor="#222", markersize=13, label="tuned")
-    axes.axhline(1, color="#222", linewidth=0.8)
-    axes.set_xlabel("nodes of a tree, root included (mean of a step)")
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.legend(frameon=False)
-    return _svg(figure)
-
-
-def typical_sweep() -> str:
-    """Two panels: speed-up and the text's log-probability against typical acceptance's epsilon.
-
-    Dashed lines are target sampling's, dotted ones plain decoding's.
-    """
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    rows = _load("acceptance-int8")["rows"]
-    for temperature, colour in ((0.7, "#0072b2"), (1.0, "#d55e00")):
-        mine = [row for row in rows if row["temperature"] == temperature]
-        typical = [row for row in mine if row["rule"].startswith("typical")]
-        epsilons = [float(row["rule"].split()[1]) for row in typical]
-        for axes, key in zip(panels, ("speedup", "log p a token"), strict=True):
-            axes.plot(epsilons, [row[key] for row in typical], "o-", color=colour)
-            for rule, line in (("target_sampling", "--"), ("plain", ":")):
-                (row,) = (each for each in mine if each["rule"] == rule)
-                axes.axhline(row[key], color=colour, linestyle=line, linewidth=1.2)
-        panels[0].plot([], [], "o-", color=colour, label=f"typical, T = {temperature}")
-    for line, label in (("--", "target sampling"), (":", "plain decoding")):
-        panels[0].plot([], [], line, color="#444", label=label)
-    panels[0].set_ylim(0.8, None)
-    panels[0].set_ylabel("speed-up over plain decoding")
-    panels[1].set_ylabel("log-probability of a token")
-    for axes in panels:
-        axes.set_xlabel("ε: higher is stricter")
-    figure.legend(loc="outside upper center", frameon=False, ncols=4, fontsize=9)
-    return _svg(figure)
-
-
-def guesses_by_drafter() -> str:
-    """Two panels: how often each drafter's k-th guess is right, and among its best five."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    trained = _load("drafters-training")
-    names = [name for name in trained if name != "provenance"]
-    for axes, (key, title) in zip(
-        panels, (("top1", "best guess"), ("top5", "among the best five")), strict=True
-    ):
-        for index, name in enumerate(names):
-            count = sum(each.startswith(f"{key}_") for each in trained[name])
-            shares = [trained[name][f"{key}_{k}"] for k in range(count)]
-            line = {"color": f"C{index}", "linestyle": "-" if index < 6 else "--"}
-            label = name if key == "top1" else None
-            axes.plot(range(1, count + 1), shares, "o", markersize=4, label=label, **line)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position after the root")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    panels[0].set_ylim(0, 1)
-    panels[0].set_ylabel("share of held-out answers")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return _svg(figure)
-
-
-def accepted_by_nodes() -> str:
-    """Two panels over the nodes of a tree: accepted length by drafter, and the time to verify."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in _load("drafters-nodes")["rows"]:
-        found.setdefault(row["drafter"], []).append(row)
-    for index, (name, rows) in enumerate(found.items()):
-        line = {"color": f"C{index % 10}", "linestyle": "-" if index < 6 else "--", "marker": "o"}
-        lengths = [row["accepted_length"] for row in rows]
-        left.plot([row["size"] for row in rows], lengths, markersize=4, label=name, **line)
-        nodes = [row["nodes"] for row in rows]
-        right.plot(nodes, [row["verify_ms"] for row in rows], ".", color=f"C{index % 10}")
-    left.set_xlabel("nodes allowed, root included")
-    left.set_ylabel("accepted length")
-    right.set_xlabel("nodes of a tree, mean of a step")
-    right.set_ylabel("verify, ms")
-    right.set_ylim(0, None)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return _svg(figure)
-
-
 def rivals() -> str:
     """Bars: every engine and mode, in tokens a second, with the range over rounds."""
     return rivals_of(_load("rivals"))
@@ -205,11 +103,7 @@ def rivals_of(figures: dict[str, Any]) -> str:
 
 
 CHARTS = {
-    "guesses-by-drafter.svg": guesses_by_drafter,
-    "accepted-by-nodes.svg": accepted_by_nodes,
     "speedup-by-category.svg": speedup_by_category,
-    "speed-by-nodes.svg": speed_by_nodes,
-    "typical-sweep.svg": typical_sweep,
     "rivals.svg": rivals,
 }
 

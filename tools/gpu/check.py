@@ -10,23 +10,20 @@ Parts, the most valuable first:
 
 environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
 bundle         reads the bundles and checks their hashes, or builds one of a random target
-opens          every graph on the device: CUDA graphs taken or not, with the reason
-parity         every graph, random but valid feeds, device against ONNX Runtime's CPU provider
+parity         every graph opened on the device, with or without CUDA graphs, and fed random but
+               valid feeds: rows against ONNX Runtime's CPU provider
 losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
 lanes          several prompts that share passes: same tokens as alone, ratio of speeds
 capture        CUDA graphs on and off: same tokens, ratio of speeds
-bench          the shipped drafter: accepted length, tokens/s, speed-up
-drafters       the same for all other drafters and prompt lookup
+bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
 attention      milliseconds of four layers with each form of attention, by context and rows
-training       a few steps of every drafter that learns, for a random target
-tensorrt       TensorRT's tokens against ONNX Runtime's, where TensorRT is installed
 shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), draft
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
-results.json and results.md in --out are written anew after each part, and log.txt has what the
-parts printed. The exit code is 1 if a part failed (something did not open, a number is off, a
-crash, a time-out), 2 if the command line does not fit, else 0.
+results.json in --out is written anew after each part, and log.txt has what the parts printed. The
+exit code is 1 if a part failed (something did not open, a number is off, a crash, a time-out), 2 if
+the command line does not fit, else 0.
 
 --wheels DIR installs the wheels of a folder into a temporary place that comes first on Python's
 path; no network is needed.
@@ -64,19 +61,15 @@ PART = ["-m", "tools.gpu.part"]
 SECONDS = {
     "environment": 60.0,
     "bundle": 180.0,
-    "opens": 90.0,
-    "parity": 120.0,
+    "parity": 180.0,
     "losslessness": 150.0,
     "lanes": 120.0,
     "capture": 120.0,
-    "bench": 120.0,
-    "drafters": 150.0,
+    "bench": 240.0,
     "attention": 120.0,
-    "training": 120.0,
-    "tensorrt": 150.0,
     "shapes": 240.0,
 }
-NEEDS_BUNDLE = ("opens", "parity", "losslessness", "lanes", "capture", "bench", "drafters")
+NEEDS_BUNDLE = ("parity", "losslessness", "lanes", "capture", "bench")
 MIN_SECONDS = 10.0  # with less, a part is not begun
 INSTALL_SECONDS = 300
 
@@ -274,7 +267,7 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
             "exit_code": int(failed),
             "seconds": round(time.monotonic() - begin, 2),
         }
-        report.write(figures, job.out)
+        report.write_whole(job.out / "results.json", report.as_json(figures))
         if name in asked_for or entries[name]["status"] == FAILED:
             print(report.verdict(name, entries[name]), flush=True)
     return int(figures["exit_code"])

@@ -87,21 +87,17 @@ class Check:
     _drafting: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
 
     def engine(
-        self,
-        opened: bundles.Bundle,
-        name: str,
-        cuda_graphs: bool = True,
-        backend: str | None = None,
+        self, opened: bundles.Bundle, name: str, cuda_graphs: bool = True
     ) -> spec_runtime.Engine:
         """Returns the engine of a contender, see `contenders`, opened once; all share a target."""
-        key = (opened.path, cuda_graphs, backend)
+        key = (opened.path, cuda_graphs)
         if key not in self._plain:
             self._plain[key] = spec_runtime.load(
                 opened.path,
                 "none",
                 verify=False,
                 profile=False,
-                backend=backend or BACKEND_FOR[self.device],
+                backend=BACKEND_FOR[self.device],
                 cuda_graphs=cuda_graphs,
             )
         if name == "none":
@@ -125,16 +121,9 @@ def label(opened: bundles.Bundle) -> str:
     return " ".join(words)
 
 
-def shipped(opened: bundles.Bundle) -> str:
-    """Returns what a user gets without asking: the first drafter."""
-    drafters = opened.manifest.drafters
-    return drafters[0].name if drafters else "prompt_lookup"
-
-
 def contenders(opened: bundles.Bundle) -> list[str]:
     """Returns the names of the bundle's drafters and prompt lookup, the shipped one first."""
-    names = [drafter.name for drafter in opened.manifest.drafters]
-    return list(dict.fromkeys([shipped(opened), *names, "prompt_lookup"]))
+    return [*(drafter.name for drafter in opened.manifest.drafters), "prompt_lookup"]
 
 
 def graphs_of(

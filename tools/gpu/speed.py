@@ -16,24 +16,19 @@ from spec_runtime.measure import bench
 from spec_runtime.trees.tree import chain_parents
 from tools.gpu import graphs
 from tools.gpu.graphs import PRECISION_FOR, Feeder, Shape, milliseconds
-from tools.gpu.job import TINY, Check, contenders, label, shipped
+from tools.gpu.job import TINY, Check, contenders, label
 from tools.gpu.report import Findings, LeftOut, TableRow, finite
 from tools.gpu.same import TOLERANCES, race
 
 # ---------------------------------------------------------------------------------------- bench
 
 
-def bench_shipped(check: Check, found: Findings) -> None:
-    """Runs what a user gets without asking: the first drafter."""
+def bench_all(check: Check, found: Findings) -> None:
+    """Runs what a user gets without asking, the first drafter, and then the others and lookup."""
     for opened in check.opened:
-        _bench(check, found, opened, [shipped(opened)])
-
-
-def bench_others(check: Check, found: Findings) -> None:
-    """Runs the other drafters and prompt lookup."""
-    for opened in check.opened:
-        names = [name for name in contenders(opened) if name != shipped(opened)]
-        _bench(check, found, opened, names)
+        first, *others = contenders(opened)
+        _bench(check, found, opened, [first])
+        _bench(check, found, opened, others)
 
 
 def _bench(check: Check, found: Findings, opened: bundles.Bundle, names: Sequence[str]) -> None:

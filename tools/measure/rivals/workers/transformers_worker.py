@@ -8,14 +8,15 @@ import torch
 import transformers
 
 
-class FirstTokens(transformers.StoppingCriteria):
-    """Takes the time of the first tokens; stops nothing."""
+class NewTokens(transformers.StoppingCriteria):
+    """Tells the load of new tokens; stops nothing."""
 
-    def __init__(self, watch, num_prompt_tokens):
-        self.watch, self.num_prompt_tokens = watch, num_prompt_tokens
+    def __init__(self, load, one, num_prompt_tokens):
+        self.load, self.one, self.known = load, one, num_prompt_tokens
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.watch.tick(input_ids.shape[1] - self.num_prompt_tokens)
+        self.load.add(self.one, input_ids[0, self.known :].tolist())
+        self.known = input_ids.shape[1]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
@@ -50,22 +51,24 @@ def open_engine(settings):
         eos_token_id=settings["end_ids"], pad_token_id=settings["end_ids"][0]
     )
 
-    def generate(ids, max_new_tokens):
-        watch = protocol.Watch()
-        ids_BT = torch.tensor([ids])
-        criteria = transformers.StoppingCriteriaList([FirstTokens(watch, len(ids))])
-        with torch.inference_mode():
-            out_BT = model.generate(
-                input_ids=ids_BT,
-                attention_mask=torch.ones_like(ids_BT),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                stopping_criteria=criteria,
-                **options,
-            )
-        return watch.reply(out_BT[0, len(ids) :].tolist())
+    def answer(prompts, clients, max_new_tokens):
+        load = protocol.Load(prompts)
+        while found := load.take():
+            one, ids = found
+            ids_BT = torch.tensor([ids])
+            criteria = transformers.StoppingCriteriaList([NewTokens(load, one, len(ids))])
+            with torch.inference_mode():
+                model.generate(
+                    input_ids=ids_BT,
+                    attention_mask=torch.ones_like(ids_BT),
+                    do_sample=False,
+                    max_new_tokens=max_new_tokens,
+                    stopping_criteria=criteria,
+                    **options,
+                )
+        return load.reply()
 
-    return version, generate
+    return version, answer
 
 
 if __name__ == "__main__":
