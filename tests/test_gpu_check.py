@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from small import toy_engine
 
-import spec_runtime
 from spec_runtime import backends
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop import generate
@@ -66,7 +63,7 @@ if name == "lanes":
     time.sleep(60)
 if name == "losslessness":
     found.fail(f"limits {asked['carried']['limits']}")
-if name == "bench":
+if name == "attention":
     sys.exit("no such thing")
 found.figure = "all of it"
 save(found)
@@ -99,14 +96,14 @@ def test_a_crash_and_a_hang_lose_their_own_part_alone(
     parts = figures["parts"]
     statuses = {name: part["status"] for name, part in parts.items()}
     failed = {name for name, status in statuses.items() if status == "FAILED"}
-    assert failed == {"parity", "losslessness", "lanes", "bench"}
+    assert failed == {"parity", "losslessness", "lanes", "attention"}
     assert {statuses[name] for name in statuses if name not in failed} == {"ok"}
     last = "the last line of log.txt"
     expected = {
         "parity": f"the target: the process was ended by SIGSEGV; {last}: ==== parity ====",
         "lanes": f"was still running after 1 s and was killed; {last}: about to hang",
         "losslessness": "limits {'there': 0.5}",  # handed on by an earlier part
-        "bench": f"the process ended with exit code 1; {last}: no such thing",
+        "attention": f"the process ended with exit code 1; {last}: no such thing",
     }
     assert {name: parts[name]["failures"] for name in failed} == {
         name: [text] for name, text in expected.items()
@@ -125,12 +122,12 @@ def test_a_crash_and_a_hang_lose_their_own_part_alone(
 def test_parts_are_left_out_when_time_is_over_or_a_bundle_is_missing(
     fake_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, figures = call(tmp_path / "out", "--toy", "--parts", "environment", "capture")
+    code, figures = call(tmp_path / "out", "--toy", "--parts", "environment", "bench")
     reasons = {
         n: each["missing"][0]["why"] for n, each in figures["parts"].items() if each["missing"]
     }
     assert code == 0
-    ran = {"environment", "bundle", "capture"}  # the bundle, since capture needs it
+    ran = {"environment", "bundle", "bench"}  # the bundle, since bench needs it
     assert reasons == dict.fromkeys(set(gpu_check.SECONDS) - ran, "not asked for")
     monkeypatch.setattr(gpu_check, "PART", [str(tmp_path / "missing.py")])
     code, figures = call(tmp_path / "out", "--toy", "--parts", "bundle", "parity")
@@ -167,7 +164,6 @@ def test_the_command_itself_needs_the_standard_library_alone() -> None:
         (["--prompts", "nowhere"], "got --prompts nowhere, expected a file"),
         (["--minutes", "0"], "got --minutes 0, expected more than 0"),
         (["--parts", "nothing"], "invalid choice: 'nothing'"),
-        (["--wheels", "nowhere"], "got no *.whl in nowhere, expected the wheels to install"),
     ],
 )
 def test_bad_command_lines_exit_with_2(
@@ -217,45 +213,6 @@ def test_a_dry_run_judges_no_numbers_and_nothing_begins_after_the_deadline() -> 
     assert (found.status, found.failures) == ("FAILED", ["it crashed"])
 
 
-# ---- the environment of the parts ----
-
-
-def make_wheel(folder: Path, name: str, text: str) -> Path:
-    """Writes the smallest wheel that pip takes: one module."""
-    info = f"{name}-1.0.dist-info"
-    files = {
-        f"{name}/__init__.py": text,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in files) + f"{info}/RECORD,,\n"
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for inside, content in files.items():
-            archive.writestr(inside, content)
-    return path
-
-
-def test_carried_wheels_come_before_what_is_installed(tmp_path: Path) -> None:
-    wheels, site = tmp_path / "wheels", tmp_path / "site"
-    wheels.mkdir()
-    make_wheel(wheels, "numpy", "__version__ = 'carried'")
-    assert gpu_check.install_wheels(wheels, site) == ["numpy-1.0-py3-none-any.whl"]
-    environment = gpu_check.part_environment(site, {"PYTHONPATH": "/given"})
-    assert environment["PYTHONPATH"] == f"{site}:{gpu_check.ROOT}:/given"
-    code = "import numpy; print(numpy.__version__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "carried\n"
-
-
-def test_a_wheel_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
-    make_wheel(tmp_path, "carried", "").rename(tmp_path / "carried-1.0-cp27-none-any.whl")
-    with pytest.raises(ValueError, match=r"\Apip cannot install the wheels of .*: .*cp27.*\Z"):
-        gpu_check.install_wheels(tmp_path, tmp_path / "site")
-
-
 # ---- what the parts find, on the CPU ----
 
 
@@ -277,7 +234,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     folder = tmp_path_factory.mktemp("gpu_check")
     asked: dict[str, Any] = {
         **{"command": ["check.py"], "bundles": [], "prompts": None, "device": "cpu"},
-        **{"toy": True, "dry_run": False, "wheels": [], "work": str(folder)},
+        **{"toy": True, "dry_run": False, "work": str(folder)},
         **{"seconds": 600.0, "carried": {}},
     }
     answers = {}
@@ -380,12 +337,6 @@ def test_steps_of_real_shapes_are_timed(run: Run) -> None:
     assert "Toy dimensions" in found.note
 
 
-def test_a_part_for_a_gpu_is_left_out_on_the_cpu(run: Run) -> None:
-    found = run("capture")
-    assert (found.status, found.failures) == ("left out", [])
-    assert "--device cuda" in found.missing[0]["why"]
-
-
 def test_a_missing_package_leaves_out_what_needs_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,29 +426,6 @@ def test_wrong_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     real = {(row["drafter"], row["decoding"]): row["real"] for row in found.tables["measured"]}
     assert min(real["parallelspec", way] for way in same.DECODINGS) > 0
     assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
-
-
-@pytest.mark.parametrize("is_eager_off", [False, True])
-def test_captured_tokens_are_the_eager_ones(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, is_eager_off: bool
-) -> None:
-    engines = {has_graphs: toy_engine("none") for has_graphs in (True, False)}
-    if is_eager_off:
-        backend: Any = engines[False].target.lend()[0]
-        backend.table_VV = np.roll(backend.table_VV, 1, axis=0)
-
-    def engine(self: Any, opened: Any, name: str, cuda_graphs: bool = True) -> spec_runtime.Engine:
-        return engines[cuda_graphs]
-
-    monkeypatch.setattr(job.Check, "engine", engine)
-    check, found = toy.check(), Findings()
-    check.device = "cuda"
-    check.prompts = [job.BenchPrompt(i, "all", text) for i, text in enumerate(("abcabc", "bcbcbc"))]
-    same.capture(check, found)
-    rows = found.tables["measured"]
-    assert [row["drafter"] for row in rows] == ["none", *NAMES]
-    assert {row["identical"] for row in rows} == {0.0 if is_eager_off else 1.0}
-    assert found.status == ("FAILED" if is_eager_off else "ok")
 
 
 # ---- small things ----

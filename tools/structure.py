@@ -32,10 +32,7 @@ FORBIDDEN = {
 ALLOWED = {"spec_export.cli": ("spec_runtime.cli",)}
 # Rooms that nothing else imports, and the modules that may: `spec_export/model/annex.py` finds
 # modules of the second one by name.
-ANNEXES = {
-    "spec_runtime.serve": "spec_runtime.cli.serve",
-    "spec_export.imports": "spec_export.cli",
-}
+ANNEXES = {"spec_runtime.serve": "spec_runtime.cli.serve", "spec_export.imports": "spec_export.cli"}
 MAX_LINES = 80  # of a function, its docstring included and its decorators not
 MAX_FILES = 8  # at the root of a package
 

@@ -25,7 +25,6 @@ from spec_runtime.measure.prompts import BenchPrompt
 from tools.measure import (
     compare,
     measure_all,
-    measure_memory,
     spec_bench,
     step_costs,
     turns,
@@ -102,15 +101,6 @@ def test_speedups_of_spec_bench_by_hand() -> None:
     # means over questions: 11 / 2 and 1, against 11 / 5 and 1
     assert found["speedup_of_means"] == pytest.approx((11 / 2 + 1) / (11 / 5 + 1))
     assert found["accepted_length"] == 2.0
-
-
-def test_memory_is_that_of_a_fresh_process(words: list[str], tmp_path: Path) -> None:
-    flags = ["--json", str(tmp_path / "out.json"), "--drafter", "none", "--max-new-tokens", "3"]
-    measure_memory.main([*words[:2], *flags])  # --bundle comes first
-    (row,) = json.loads((tmp_path / "out.json").read_text())["drafters"]
-    assert row["peak_bytes"] > row["import_bytes"] > 1e6
-    assert 0 < row["read_bytes"] <= row["file_bytes"]
-    assert row["cache_bytes"] > 0
 
 
 # ---- cases in turns

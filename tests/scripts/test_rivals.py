@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from spec_export.model import target
 from spec_runtime.errors import UserError
 from spec_runtime.measure.prompts import BenchPrompt
 from tools.docs import render, results
+from tools.docs.rows import by_contender
 from tools.measure import compare_rivals, many_clients
 from tools.measure.rivals import contexts, environments, fidelity, field, race, report
 from tools.measure.rivals.environments import Environment, RivalError
@@ -82,8 +82,7 @@ def test_a_worker_that_fails_says_why(
 ) -> None:
     assert opened["one"].version == "0.1"
     if sys.platform == "linux":
-        assert 0 < opened["one"].memory()["pss"] <= opened["one"].memory()["peak_rss"]
-        assert opened["one"].cpu_seconds() > 0
+        assert opened["one"].peak_rss() > 1e6
     for command, model, message in (
         ([sys.executable, str(fake_rival)], "missing", "FileNotFoundError: no model of that name"),
         ([str(tmp_path / "nobody")], "good", "cannot be run"),
@@ -215,10 +214,9 @@ def contender(name: str, weights: str = "float32") -> Contender:
 def row(name: str, number: int, seconds: float, **answers: Any) -> Row:
     """A load of so many seconds in all; answers are by prompt."""
     keys = {"precision": "fp32", "context": "short", "clients": len(answers), "round": number}
-    about = {"prompt_tokens": 10, "others_cpu_seconds": 0.01, "version": "1.2"}
-    sizes = {"peak_rss": 3_000_000, "pss": 2_000_000}
+    about = {"prompt_tokens": 10, "version": "1.2", "peak_rss": 3_000_000}
     asked = {"prompts": [*answers], "answers": [*answers.values()], "seconds": seconds}
-    return {**keys, **about, **sizes, **asked, "contender": name}
+    return {**keys, **about, **asked, "contender": name}
 
 
 def single(name: str, number: int, prompt: str, tokens: list[int], seconds: float) -> Row:
@@ -259,8 +257,8 @@ def test_speeds_ratios_and_agreement_by_hand() -> None:
     assert (best["ours"], best["rival"]) == (LOOKUP, RIVAL)
     assert (best["ratio"], best["least"], best["greatest"]) == (9 / 5, 8 / 5, 10 / 5)
     assert (own["ratio"], prefill["ratio"]) == (4 / 5, 1)
-    line = "| Other, lookup | short | 2.0 (2.0 to 2.0) | 1000 | 3 | 2 | 0 of 2 |  | 25.0% |"
-    assert report.table("fp32", {"short": found}).splitlines()[-1] == line
+    line = "| Other, lookup | rounded | 2.0 (2.0 to 2.0) | 1000 | 3 | 0 of 2 |  | 25.0% |"
+    assert render.shown("rivals", by_contender({"short": found})).splitlines()[-1] == line
     ended = report.compare({"p": [1, 2, 3], "q": [1]}, [single("x", 0, "p", [1, 2], 2.0)])
     assert ended["differences"] == [{"prompt": "p", "position": 2, "expected": 3, "got": None}]
     rows[-1] = single(WORSE, 1, "b", [5, 6], 6.0)
@@ -317,7 +315,7 @@ def test_speeds_gaps_and_agreement_of_many_clients_by_hand() -> None:
         "| Other, plain | short | 2 | 5.0 (2.0 to 8.0) | 1.50 | 200 | 200 | 200 | 300 | 300 | "
         "2 of 4 |"
     )
-    assert report.table_of_many(found).splitlines()[-1] == last
+    assert render.shown("many_clients", found).splitlines()[-1] == last
     columns = render.columns_for(render.TABLES["many_clients_best"]["columns"], [line])
     shown = [results.cell(template, line) for _, template in columns]
     assert shown == ["short", "2", "Other, plain", "2.00", "1.79"]
@@ -407,7 +405,6 @@ def test_rivals_are_compared_and_who_fails_is_named(
 ) -> None:
     out = tmp_path / "out.json"
     words = [*asking, "--bundles", str(tmp_path), "--precision", "fp32", "--limit", "1"]
-    words += ["--figure", str(tmp_path / "out.svg")]
     compare_rivals.main(words)
     found = json.loads(out.read_text())
     contenders = found["precisions"]["fp32"]["short"]
@@ -421,8 +418,6 @@ def test_rivals_are_compared_and_who_fails_is_named(
     shown = capsys.readouterr().out
     assert "not measured: Gone, fp32: no such package" in shown
     assert "fp32, short prompts, best mode: " in shown.splitlines()[-3]
-    assert "waiting workers used at most" in shown
-    assert ElementTree.parse(tmp_path / "out.svg").getroot().tag.endswith("svg")
     assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 1 + 2 * 3
 
     monkeypatch.setattr(compare_rivals, "Worker", None)  # what is over is not opened again

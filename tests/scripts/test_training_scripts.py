@@ -12,8 +12,6 @@ pytest.importorskip("torch")
 
 from workshop import Workshop
 
-from spec_export import drafters
-from spec_export.training import recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
 from spec_export.training.features import FeatureCache
@@ -42,64 +40,50 @@ def test_a_study_trains_each_variant_once_on_equal_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workshop.drafter(DRAFTER)  # writes the rows
-    variants = {f"masks {k}": (f"drafter.num_masks={k}",) for k in (1, 3)}
-    variants["wrong"] = ("drafter.num_masks=-1",)
-    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(Path("x"), variants))
+    one, three, wrong = (f"masks {k}: drafter.num_masks={k}" for k in (1, 3, -1))
     file = workshop.folder / "tiny.toml"  # beside its target
     file.write_text(workshop.recipe(DRAFTER, "top_k = 5"))
     given = {"data": workshop.folder / "data.jsonl", "cache": tmp_path / "cache", "recipe": file}
     given |= {"out": tmp_path / "out", "json": tmp_path / "results" / "a.json"}
-    words = ["num_masks", *(w for name, path in given.items() for w in (f"--{name}", str(path)))]
+    words = [w for name, path in given.items() for w in (f"--{name}", str(path))]
     words += ["--set", "drafter.taps=[1]"]
 
-    right = ["--only", "masks 1", "masks 3", "--token-rows"]
+    right = ["--variant", one, "--variant", three, "--token-rows"]
     assert ablations.main([*words, *right, "600"]) == 0
     shown = capsys.readouterr().out
     found = json.loads(given["json"].read_text())
     cache = FeatureCache(given["cache"])
     num_batches = len(epoch_batches(cache.length_N, 512, 0, 0))
-    budget = {"token_rows": 600, "rows_per_step": cache.loss_T.sum() / num_batches}
-    one, three = found["variants"]
-    assert one["budget"] == three["budget"] == budget
-    assert one["steps"] == round(600 / budget["rows_per_step"]) > 1
-    assert [len(row["top1_K"]) for row in (one, three)] == [2, 4]
-    assert three["parameters"] - one["parameters"] == 2 * 64, "a mask is one vector of the width"
-    assert one["token_rows"] == one["steps"] * budget["rows_per_step"]
+    rows_per_step = cache.loss_T.sum() / num_batches
+    first, second = found["variants"]
+    assert first["steps"] == second["steps"] == round(600 / rows_per_step) > 1
+    assert [len(row["top1_K"]) for row in (first, second)] == [2, 4]
+    assert second["parameters"] - first["parameters"] == 2 * 64, "a mask is one vector of the width"
+    assert first["token_rows"] == first["steps"] * rows_per_step
     assert "| masks 3 |" in shown
 
-    assert ablations.main([*words, "--only", "wrong", "--steps", "2"]) == 1, "it cannot be trained"
+    assert ablations.main([*words, "--variant", wrong, "--steps", "2"]) == 1, "it cannot be trained"
     monkeypatch.setattr(train, "run", never)
     assert ablations.main([*words, *right, "600"]) == 0
     assert capsys.readouterr().out.endswith(shown)
-    for other, message in (
-        ([*right, "700"], "holds runs of 600 token rows, got 700"),
-        (["--only", "masks 1", "--steps", "4"], "holds a run with other settings"),
-    ):
-        assert ablations.main([*words, *other]) == 1
-        assert message in json.loads(given["json"].read_text())["variants"][0]["error"]
-
-
-@pytest.mark.parametrize("study", ablations.STUDIES)
-def test_every_variant_is_another_drafter(study: str) -> None:
-    asked = ablations.STUDIES[study]
-    configs = set()
-    for overrides in asked.variants.values():
-        plan = recipe.load(asked.recipe, [*asked.shared, *overrides])
-        known = drafters.load(plan.drafter_name).Config
-        configs.add(recipe.build_config(known, plan.drafter_fields, str(asked.recipe)))
-    assert len(configs) == len(asked.variants) >= 6
+    assert ablations.main([*words, "--variant", one, "--steps", "40"]) == 1
+    (row,) = json.loads(given["json"].read_text())["variants"]
+    assert "holds a run with other settings" in row["error"]
 
 
 def test_combinations_are_named_on_the_command_line() -> None:
     text = "both: drafter.layers=2,drafter.taps=[1, 2]"
+    path = Path("a/b.toml")
     both = ("drafter.layers=2", "drafter.taps=[1, 2]")
-    assert ablations.with_variants({"baseline": ()}, [text]) == {"baseline": (), "both": both}
-    for added, message in (
-        ("layers=2", "expected 'LABEL: KEY=VALUE,KEY=VALUE'"),
-        ("baseline: drafter.layers=2", "got --variant 'baseline' twice"),
+    assert ablations.runs_of([path], [text]) == {"both": (path, both)}
+    assert ablations.runs_of([path], []) == {"b": (path, ())}
+    for recipes, added, message in (
+        ([path], ["layers=2"], "expected 'LABEL: KEY=VALUE,KEY=VALUE'"),
+        ([path], [text, "both: drafter.layers=3"], "got --variant 'both' twice"),
+        ([path, path], [text], "got variants of 2 recipes"),
     ):
         with pytest.raises(UserError, match=message):
-            ablations.with_variants({"baseline": ()}, [added])
+            ablations.runs_of(recipes, added)
 
 
 def test_drafters_are_trained_on_one_cache(workshop: Workshop, tmp_path: Path) -> None:
@@ -108,7 +92,7 @@ def test_drafters_are_trained_on_one_cache(workshop: Workshop, tmp_path: Path) -
     for file in files:
         file.write_text(workshop.recipe(file.stem, "top_k = 5"))
     out = tmp_path / "out.json"
-    words = ["recipes", "--data", workshop.folder / "data.jsonl", "--out", tmp_path / "out"]
+    words = ["--data", workshop.folder / "data.jsonl", "--out", tmp_path / "out"]
     words += ["--cache", tmp_path / "cache", "--json", out, "--recipe", *files]
     assert ablations.main([*map(str, words), "--token-rows", "300"]) == 0
     found = json.loads(out.read_text())

@@ -217,16 +217,9 @@ class Soak:
         """
         ties = []
         for kind, request, position, got in self.parted:
-            is_free = "response_format" not in request.options  # is_near_tie knows no grammar
-            if is_free and self.reference.is_near_tie(request, position):
-                self.findings.add(kind, "near tie", len(got))
+            pair = (got, self.reference.answer(request).token_ids)
+            if self.findings.judge(kind, self.reference, request, position, pair):
                 ties.append({"request": request.key, "position": position})
-                continue
-            expected = self.reference.answer(request).token_ids
-            self.findings.fail(
-                f"{kind}: {request.key[:200]}: parts at token {position}: got {got!r:.200}, "
-                f"expected {expected!r:.200}"
-            )
         return ties
 
 

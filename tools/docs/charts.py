@@ -63,49 +63,7 @@ def speedup_by_category() -> str:
     return _svg(figure)
 
 
-def rivals() -> str:
-    """Bars: every engine and mode, in tokens a second, with the range over rounds."""
-    return rivals_of(_load("rivals"))
-
-
-def rivals_of(figures: dict[str, Any]) -> str:
-    """Draws what compare_rivals.py measured: a row a precision, a column a context."""
-    precisions, contexts = figures["precisions"], list(figures["contexts"])
-    heights = [max(map(len, found.values()), default=1) for found in precisions.values()]
-    style: Any = {**STYLE, "font.size": 8}
-    with rc_context(style):
-        size = (4.6 * len(contexts), 0.2 * sum(heights) + 0.7 * len(heights))
-        figure = Figure(figsize=size, layout="constrained")
-        ratios = {"height_ratios": heights}
-        panels = figure.subplots(
-            len(precisions), len(contexts), squeeze=False, sharey="row", gridspec_kw=ratios
-        )
-        for row, (precision, found) in zip(panels, precisions.items(), strict=True):
-            for axes, context in zip(row, contexts, strict=True):
-                contenders = found.get(context, {})
-                places = range(len(contenders), 0, -1)
-                medians, errors = _errors(
-                    [each["tokens_per_second"] for each in contenders.values()]
-                )
-                colours = [
-                    COLOURS[precision] if each["ours"] else "#bbb" for each in contenders.values()
-                ]
-                axes.barh(places, medians, 0.7, color=colours)
-                if contenders:
-                    axes.errorbar(
-                        medians, places, xerr=errors, fmt="none", ecolor="#222", capsize=2
-                    )
-                    axes.set_yticks(places, list(contenders))
-                axes.set_title(f"{precision}, {context} prompts", fontsize=9)
-        for axes in panels[-1]:
-            axes.set_xlabel("tokens a second of decoding")
-        return _svg(figure)
-
-
-CHARTS = {
-    "speedup-by-category.svg": speedup_by_category,
-    "rivals.svg": rivals,
-}
+CHARTS = {"speedup-by-category.svg": speedup_by_category}
 
 
 def draw(name: str) -> str:

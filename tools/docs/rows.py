@@ -6,6 +6,7 @@ Each function takes the argument that tables.toml gives it, and returns rows for
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from tools.docs.results import ROOT, Row, load, pivot, rows_of, value
 
@@ -25,10 +26,13 @@ SHIPPED = ROOT / "spec_export/assets/drafters/smollm2-135m-instruct"
 
 
 def subsets(file: str, path: str = "") -> list[Row]:
+    return of_subsets(value(load(file), path, file))
+
+
+def of_subsets(found: Row) -> list[Row]:
     """Returns the rows of all prompts and of each subset, from a bench's figures."""
-    found = value(load(file), path, file)
-    rows = [{"key": "all prompts", **found["overall"]}]
-    return rows + [{"key": f"`{name}`", **each} for name, each in found["categories"].items()]
+    rows = [{"key": f"`{name}`", **each} for name, each in found["categories"].items()]
+    return [{"key": "all prompts", **found["overall"]}, *rows]
 
 
 def drafter(name: str) -> list[Row]:
@@ -77,11 +81,7 @@ def joint(study: str) -> list[Row]:
 
 def sweep(precision: str) -> list[Row]:
     """Returns the budgets of a sweep, each with its slowest subset."""
-    names = {
-        "plain": "plain decoding",
-        "bundle": "the bundle's trees",
-        "tuned": "chosen by `tune`",
-    }
+    names = {"plain": "plain decoding", "bundle": "the bundle's trees", "tuned": "chosen by `tune`"}
     rows = []
     for row in rows_of(f"sweep-{precision}", "contenders"):
         medians = {each: row["speedup"][each]["median"] for each in SUBSETS}
@@ -118,8 +118,13 @@ def rivals(which: str) -> list[Row]:
     """
     model, _, precision = which.rpartition(" ")
     file = f"rivals-{model}" if model else "rivals"
+    return by_contender(load(file)["precisions"][precision])
+
+
+def by_contender(contexts: Row) -> list[Row]:
+    """Returns a row for each engine and mode of one precision."""
     rows: dict[str, Row] = {}
-    for context, contenders in load(file)["precisions"][precision].items():
+    for context, contenders in contexts.items():
         for name, each in contenders.items():
             row = rows.setdefault(name, {"key": name, "weights": each["weights"], "across": {}})
             row["across"][context] = each
@@ -127,15 +132,19 @@ def rivals(which: str) -> list[Row]:
 
 
 def rivals_missing(_: str) -> list[Row]:
-    return [*load("rivals")["left_out"], *load("rivals")["failed"]]
+    return [*load("rivals").get("left_out", ()), *load("rivals")["failed"]]
 
 
 def untuned(_: str) -> list[Row]:
+    names = ((bundle, rows_of(f"untuned-{name}", "rows")) for name, bundle in UNTUNED.items())
+    return untuned_rows((bundle, row) for bundle, rows in names for row in rows)
+
+
+def untuned_rows(found: Iterable[tuple[str, Row]]) -> list[Row]:
     """Returns a row for each bundle and drafter, with its speed-ups by kind of prompt."""
     rows = [
         {**row, "what": f"{bundle}, {row['drafter'].replace('parallelspec+', 'drafter and ')}"}
-        for name, bundle in UNTUNED.items()
-        for row in rows_of(f"untuned-{name}", "rows")
+        for bundle, row in found
     ]
     return pivot(rows, "what", "prompts")
 
@@ -194,12 +203,7 @@ def shipped_drafters(_: str) -> list[Row]:
 
 
 def audit(_: str) -> list[Row]:
-    names = {
-        "fp32": "fp32",
-        "fp32-strict": "fp32, `--strict`",
-        "int8": "int8",
-        "int4": "int4",
-    }
+    names = {"fp32": "fp32", "fp32-strict": "fp32, `--strict`", "int8": "int8", "int4": "int4"}
     rows = [{"key": shown, **load(f"audit-{name}")} for name, shown in names.items()]
     return [{**row, "unjustified": len(row["unjustified"])} for row in rows]
 
@@ -210,15 +214,6 @@ def plans(_: str) -> list[Row]:
     return [
         {**row, "across": dict(zip(sizes, row["plan_mb"], strict=True))} for row in data["plans"]
     ]
-
-
-def large_plans(_: str) -> list[Row]:
-    """Returns plans of a few layers of large targets, and all layers as extrapolated."""
-    rows = []
-    for name, figures in load("tensorrt-large")["models"].items():
-        whole = figures["all_layers"] | {"layers": "32, *extrapolated*"}
-        rows += [{"key": name, **each} for each in (*figures["built"], whole)]
-    return rows
 
 
 def disturbances(_: str) -> list[Row]:

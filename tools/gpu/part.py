@@ -106,7 +106,6 @@ PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "parity": same.parity,
     "losslessness": same.losslessness,
     "lanes": same.lanes,
-    "capture": same.capture,
     "bench": speed.bench_all,
     "attention": speed.attention,
     "shapes": speed.shapes,
@@ -155,8 +154,7 @@ def run_part(asked: TableRow, result: Path) -> None:
 def _provenance(asked: TableRow) -> TableRow:
     sys.argv = asked["command"]  # of the command, in place of this process's own
     prompts: Any = None if asked["prompts"] is None else Path(asked["prompts"])
-    about = provenance.collect(prompts_file=prompts)
-    return {**about, "wheels": asked["wheels"]}
+    return provenance.collect(prompts_file=prompts)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 """The parts of tools/gpu/check.py that ask whether results are the same: one step of each graph,
-the texts of each drafter, CUDA graphs on and off."""
+the texts of each drafter, alone and in lanes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from spec_runtime import backends
 from spec_runtime.backends.shapes import is_cache
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
-from spec_runtime.measure import audit, bench
-from spec_runtime.measure.prompts import BenchPrompt
+from spec_runtime.measure import audit
 from spec_runtime.proposers.heads import PAIRS
 from tools.gpu import graphs
 from tools.gpu.graphs import BACKEND_FOR, Feeder
@@ -40,10 +39,7 @@ SCORES = ("logits", "guess_log_probs", PAIRS, TOP_LOGITS)
 BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
 
 # How texts are decoded to be compared: greedy, and drawn with a seed.
-DECODINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "seed 1": {"temperature": 0.8, "seed": 1},
-}
+DECODINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seed 1": {"temperature": 0.8, "seed": 1}}
 
 # --------------------------------------------------------------------------------------- parity
 
@@ -248,59 +244,6 @@ def _first(divergences: Sequence[TableRow]) -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------- capture
-
-
-def capture(check: Check, found: Findings) -> None:
-    """Compares tokens and speed with and without captured CUDA graphs."""
-    if check.device != "cuda":
-        raise LeftOut("CUDA graphs need --device cuda")
-    for opened in check.opened:
-        names = ("none", *contenders(opened))
-        for name in names:
-            what = f"{label(opened)}, {name}"
-            row = found.attempt(what, _capture, check, opened, name)
-            if row is not None:
-                _judge(found, f"{what}, captured against eager", row)
-                found.add({"bundle": label(opened), "drafter": name, **row})
-        check.close()
-    ratios = [row["captured / eager"] for row in found.tables.get("measured", [])]
-    if ratios:
-        found.figure = f"captured / eager {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
-
-
-def _capture(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
-    engines = [check.engine(opened, name, cuda_graphs) for cuda_graphs in (True, False)]
-    prompts = check.prompts[: check.sizes.num_audited]
-    one, other = race(engines, prompts, check.sizes.audited_tokens)
-    partings: list[TableRow] = []
-    for a, b in zip(one.pairs, other.pairs, strict=True):
-        ids = engines[0].encode(a.prompt.content)
-        texts = [pair.turns[0].speculative.token_ids for pair in (a, b)]
-        partings += _parting(check, opened, a.prompt.id, ids, *texts)
-    captured, eager = (
-        bench.summarise(report)["overall"]["tokens_per_second"] for report in (one, other)
-    )
-    return {
-        "captured tokens/s": captured,
-        "eager tokens/s": eager,
-        "captured / eager": captured / eager,
-        "identical": 1 - len(partings) / len(one.pairs),
-        "real": sum(parting["class"] == "real" for parting in partings),
-    }
-
-
-def race(
-    engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
-) -> list[bench.BenchReport]:
-    """Returns a report for each engine; CUDA graphs are captured before the clock starts."""
-    bench.run(engines, prompts[:1], max_new_tokens)
-    reports = bench.run(engines, prompts, max_new_tokens)
-    if not reports[0].pairs:
-        raise ValueError("got no prompt that fits the context")
-    return reports
-
-
 # ---------------------------------------------------------------------------------------- lanes
 
 
@@ -326,18 +269,18 @@ def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> 
     num_lanes = 1 if engine.lanes.passes is None else engine.lanes.passes.max_lanes
     if num_lanes == 1:
         raise LeftOut("the bundle has no graphs for several lanes")
+    whole = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False, **options}
     prompts = check.prompts[: check.sizes.num_audited]
     ids = [engine.encode(prompt.content) for prompt in prompts]
-    whole = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False, **options}
     ways: list[Callable[[], list[spec_runtime.GenerationResult]]] = [
         lambda: [engine.generate(each, **whole) for each in ids],
         lambda: engine.generate_many(ids, parallel=num_lanes, **whole),
     ]
     seconds = []
-    for run in ways:
-        run()  # captures
+    for answer in ways:
+        answer()  # captures
         begin = time.perf_counter()
-        results = run()
+        results = answer()
         seconds.append((time.perf_counter() - begin, results))
     (alone_s, alone), (together_s, together) = seconds
     partings: list[TableRow] = []

@@ -57,17 +57,9 @@ from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.trees.budget import Budget, Grown
-from tools.figures import (
-    asked,
-    command_line,
-    manifest_of,
-    markdown,
-    parse,
-    run,
-    spread,
-    spread_text,
-    write,
-)
+from tools.docs.render import shown
+from tools.docs.results import pivot
+from tools.figures import asked, command_line, manifest_of, parse, run, spread, write
 from tools.measure import quality, turns
 from tools.measure.turns import PLAIN, Case
 
@@ -113,14 +105,8 @@ def drafters(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict[s
             own = {"speedup": found["speedup"]["median"], "plain_verify_ms": theirs["verify_ms"]}
             own["tokens_per_second"] = found["tokens_per_second"]["median"]
             rows.append({**about, **found, **own, "identical": turns.identical(runs, name)})
-    columns = ["temperature", "size", "nodes", "accepted_length", "draft_ms", "verify_ms"]
-    _show(rows, ["drafter"], [*columns, "speedup"])
+    print(shown("decoded", rows))
     return {"rows": rows}
-
-
-def _show(rows: Sequence[dict[str, Any]], names: list[str], columns: list[str]) -> None:
-    cells = [[*(row[n] for n in names), *(f"{row[c]:.3g}" for c in columns)] for row in rows]
-    print(markdown([*names, *columns], cells, left=len(names)))
 
 
 # ---- acceptance
@@ -157,8 +143,7 @@ def acceptance(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict
                     "tokens": found["tokens"],
                 }
             )
-    columns = ["temperature", "accepted length", "tokens/s", "speedup", "log p a token"]
-    _show(rows, ["rule"], columns)
+    print(shown("acceptance", pivot(rows, "rule", "temperature")))
     return {"drafter": engine.drafter, "tuned": engine.is_tuned, "rows": rows}
 
 
@@ -168,11 +153,7 @@ def acceptance(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict
 def budgets(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
     """Decodes with each budget. The tuned engine has a target of its own; the others share one."""
     own = _load(args, None, profile=False)
-    engines = {
-        PLAIN: own.with_drafter("none"),
-        OWN: own,
-        TUNED: _load(args, None, verify=False),
-    }
+    engines = {PLAIN: own.with_drafter("none"), OWN: own, TUNED: _load(args, None, verify=False)}
     sizes = {f"{n} nodes": Budget(n) for n in args.nodes}
     most = max(args.nodes, default=16)
     sizes |= {f"p >= {p:g}": Budget(most, growth=Grown(p)) for p in args.threshold}
@@ -183,16 +164,7 @@ def budgets(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict[st
     found = by_category(runs, [prompt.category for prompt in prompts])
     medians = {name: each["speedup"][ALL]["median"] for name, each in found.items()}
     best = max(sizes, key=medians.__getitem__)
-    cells = [
-        [
-            name,
-            f"{row['nodes']:.1f}",
-            f"{row['accepted_length']:.2f}",
-            *map(spread_text, row["speedup"].values()),
-        ]
-        for name, row in found.items()
-    ]
-    print(markdown(["budget", "nodes", "accepted length", *found[PLAIN]["speedup"]], cells))
+    print(shown("budgets", [{"key": name, **each} for name, each in found.items()]))
     over = medians[TUNED] / medians[best]
     print(f"tuned / best of the sweep ({best}): {over:.3f}")
     return {"drafter": own.drafter, "contenders": found, "best": best, "tuned_over_best": over}
@@ -243,9 +215,7 @@ def quantised(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict[
             own = turns.speeds(runs, f"{number} {kind}", speed)
             over = turns.ratios(runs, f"{number} {kind}", f"0 {kind}", speed)
             row[column] = {"median": spread(own)["median"], "over_first": spread(over)}
-    columns = ["bytes", "divergence", "same_choice", "perplexity_over_fp32", *COLUMNS]
-    shown = [row | {each: row[each]["median"] for each in COLUMNS} for row in rows]
-    _show(shown, ["bundle"], columns)
+    print(shown("quantised", rows))
     return {"rows": rows}
 
 

@@ -7,8 +7,7 @@ The rivals' versions stand in rivals/environments.py; environments and models ar
 engine and mode is one worker process; all of a precision are open together (at fp32 some 12 GB for
 the demo target), one decodes while the others wait, and whose turn comes first rotates. Decoding is
 greedy. Tokens a second are of decoding only, without the first token, which the prompt's own pass
-gives; that pass is timed apart. Memory is the process's peak resident size, loading included, and
-its proportional share at the end.
+gives; that pass is timed apart. Memory is the process's peak resident size, loading included.
 
 Texts are compared with the same engine's plain ones, between engines where the weights are equal,
 and with what DIR/fp32, if it is there, would choose at each place. Every answer is kept in OUT with
@@ -32,10 +31,12 @@ from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
-from spec_runtime.files.writing import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.text.tokenizer import Tokenizer
+from tools.docs.render import shown
+from tools.docs.rows import by_contender
 from tools.figures import command_line, manifest_of, write
 from tools.figures import run as run_script
 from tools.measure import measure_all
@@ -56,26 +57,14 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes --json after each precision and prints tables."""
-    for file in filter(None, (args.json, args.figure)):
-        require_writable(file)
+    require_writable(args.json)
     figures = compare(args)
     for precision, found in figures["precisions"].items():
-        print(report.table(precision, found) + "\n")
-    for each in (*figures["left_out"], *figures["failed"]):
+        print(f"### {precision}\n\n{shown('rivals', by_contender(found))}\n")
+    for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
-    shares = [
-        each["others_cpu_share"]
-        for by_context in figures["precisions"].values()
-        for found in by_context.values()
-        for each in found.values()
-    ]
-    print(f"\nwaiting workers used at most {max(shares, default=0.0):.0%} of a core during a job")
     print("specsplit over the best rival, median and range over rounds:")
     print("\n".join(report.aim_lines(figures["best"])))
-    if args.figure:
-        from tools.docs import charts
-
-        write_atomically(args.figure, charts.rivals_of(figures))
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,10 +85,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "versions": {},
         "precisions": {},
         "best": [],
-        "left_out": [
-            {"engine": engine, "what": what, "reason": reason}
-            for engine, what, reason in field.LEFT_OUT
-        ],
         "failed": [],
     }
     for precision in args.precision:
@@ -283,7 +268,6 @@ def parser() -> argparse.ArgumentParser:
     found = command_line(__doc__, *flags, required=("--json",))
     add_flags(found, RIVALS, long_limit=4, long_tokens=1500, rounds=3)
     found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
-    found.add_argument("--figure", type=Path)
     found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
     return found

@@ -28,6 +28,7 @@ from typing import Any
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import provenance
 from spec_runtime.text.tokenizer import Tokenizer
+from tools.docs.render import shown
 from tools.figures import command_line, parse, run
 from tools.measure.compare_rivals import (
     about,
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main(words: Sequence[str] | None = None) -> None:
     """Measures as the command line says, and prints the table."""
     figures = measure(parse(parser(), words))
-    print(report.table_of_many(figures["rows"]) + "\n")
+    print(shown("many_clients", figures["rows"]) + "\n")
     for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
     for each in figures["best"]:

@@ -61,7 +61,6 @@ tune-{} | fp32 int8 int4 | 0 | spec_runtime tune {short}
 sweep-{} | fp32 int8 int4 | 0 | tools.measure.compare budgets {given} {few} {short} {rounds}
 steps | all | 0 | tools.measure.step_costs --operators --repeats {repeats} --contexts {contexts}
 acceptance-{} | int8 | 0 | tools.measure.compare acceptance {given} --limit {limit} {short}
-memory-{} | fp32 | 0 | tools.measure.measure_memory {short}
 transformers-{} | fp32 | 1 | tools.measure.compare transformers {given} {others} {tokens}
 check | none | 1 | spec_export check {checked}
 spec-bench-{} | fp32 int8 | 0 | tools.measure.spec_bench {given} {tokens} --no-profile {questions}

@@ -27,18 +27,18 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.loop.stats import Stats, ratio
+from spec_runtime.loop.stats import ratio
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
-from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
+from tools.docs.render import shown
+from tools.docs.rows import of_subsets
+from tools.figures import asked, command_line, manifest_of, parse, run, write
 from tools.measure.rivals.race import Journal
 
 WARM_UP_TOKENS = 8
-Counts = Counter[str]  # what `counted` gives
-COLUMNS = (
-    *("plain_tokens_per_second", "tokens_per_second", "speedup", "speedup_end_to_end"),
-    *("speedup_of_means", "accepted_length", "identical"),
-)
+Counts = Counter[str]  # of KEPT and "identical"
+KEPT = ["prompts", "turns", "steps", "tokens", "prefill_seconds", "decode_seconds"]
+KEPT += ["plain_tokens", "plain_prefill_seconds", "plain_decode_seconds"]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -49,11 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser = command_line(__doc__, *flags, required=("--json",), per_category=None)
     found = measure(parse(parser, words))
-    cells = [
-        [name, f"{each['prompts']}", *(f"{each[column]:.3g}" for column in COLUMNS)]
-        for name, each in {**found["categories"], "all": found["overall"]}.items()
-    ]
-    print(markdown(["subset", "questions", *COLUMNS], cells))
+    print(shown("spec_bench", of_subsets(found)))
     parted = f"{found['near_ties']} near ties, {found['wider']} wider"
     print(f"not identical: {len(found['divergences'])} ({parted})")
 
@@ -104,7 +100,10 @@ def decode(
             for turn, parted in [pair.divergence]
         ]
         row = {"question": question.id, "category": question.category, "skipped": report.skipped}
-        journal.add({**row, "counts": counted(report), "divergences": divergences})
+        found = bench.summary(report.pairs)
+        counts = {name: found[name] for name in KEPT}
+        counts["identical"] = found["identical"] * found["prompts"]
+        journal.add({**row, "counts": counts, "divergences": divergences})
         print(f"{number + 1} of {len(questions)} questions", file=sys.stderr, flush=True)
 
 
@@ -130,60 +129,36 @@ def summarise(questions: Sequence[BenchPrompt], rows: Sequence[Mapping[str, Any]
 
 
 def _figures(counts: Sequence[Counts]) -> dict[str, Any]:
-    """Returns the figures of some questions: those of `figures`, and speed-ups with the
-    prompts' passes, over all tokens and as Spec-Bench averages them."""
+    """Returns the figures of some questions; speed-ups are those of decoding, those with the
+    prompts' passes, and those as Spec-Bench averages them. Accepted length is tokens per verify
+    step, bonus included."""
     whole: Counts = sum(counts, Counter())
-    asked = [each for each in counts if each["turns"]]
-    speed, plain = ([_whole_speed(each, prefix) for each in asked] for prefix in ("", "plain_"))
-    end_to_end = ratio(_whole_speed(whole, ""), _whole_speed(whole, "plain_"))
-    means = ratio(statistics.mean(speed), statistics.mean(plain)) if asked else 0.0
-    return {**figures(whole), "speedup_end_to_end": end_to_end, "speedup_of_means": means}
-
-
-def _whole_speed(counts: Counts, prefix: str) -> float:
-    """Returns tokens a second with the prompts' passes, which give each answer's first token."""
-    seconds = counts[f"{prefix}prefill_seconds"] + counts[f"{prefix}decode_seconds"]
-    return ratio(counts[f"{prefix}tokens"] + counts["turns"], seconds)
-
-
-def counted(report: bench.BenchReport) -> Counts:
-    """Returns counts and seconds of a report; plain decoding's begin with ``plain_``."""
-    turns = [turn for pair in report.pairs for turn in pair.turns]
-    same = sum(pair.divergence is None for pair in report.pairs)
-    found: Counts = Counter(prompts=len(report.pairs), turns=len(turns), identical=same)
-    ways = {"": [turn.speculative for turn in turns], "plain_": [turn.plain for turn in turns]}
-    for prefix, results in ways.items():
-        stats = Stats.total(result.stats for result in results)
-        found[f"{prefix}tokens"] = stats.committed_tokens
-        found[f"{prefix}steps"] = stats.steps
-        found[f"{prefix}drafted"] = stats.drafted_tokens
-        seconds: dict[str, Any] = {"decode": stats.decode_seconds, **stats.timings}
-        for phase in ("prefill", "decode", "draft", "verify"):
-            found[f"{prefix}{phase}_seconds"] = seconds[phase]
-    return found
-
-
-def figures(counts: Counts) -> dict[str, Any]:
-    """Returns the ratios of counts; accepted length is tokens per verify step, bonus included."""
     speed, plain = (
-        ratio(counts[f"{prefix}tokens"], counts[f"{prefix}decode_seconds"])
-        for prefix in ("", "plain_")
+        ratio(whole[f"{way}tokens"], whole[f"{way}decode_seconds"]) for way in ("", "plain_")
     )
-    steps = counts["steps"]
+    means = [
+        statistics.mean(_whole_speed(each, way) for each in counts if each["turns"])
+        for way in ("", "plain_")
+        if whole["turns"]
+    ]
     return {
-        "prompts": counts["prompts"],
-        "turns": counts["turns"],
-        "tokens": counts["tokens"],
-        "accepted_length": ratio(counts["tokens"], steps),
-        "nodes": 1 + ratio(counts["drafted"], steps),
-        "draft_ms": 1000 * ratio(counts["draft_seconds"], steps),
-        "verify_ms": 1000 * ratio(counts["verify_seconds"], steps),
-        "plain_verify_ms": 1000 * ratio(counts["plain_verify_seconds"], counts["plain_steps"]),
+        "prompts": whole["prompts"],
+        "turns": whole["turns"],
+        "tokens": whole["tokens"],
+        "accepted_length": ratio(whole["tokens"], whole["steps"]),
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain,
         "speedup": ratio(speed, plain),
-        "identical": ratio(counts["identical"], counts["prompts"]),
+        "speedup_end_to_end": ratio(_whole_speed(whole, ""), _whole_speed(whole, "plain_")),
+        "speedup_of_means": ratio(*means) if means else 0.0,
+        "identical": ratio(whole["identical"], whole["prompts"]),
     }
+
+
+def _whole_speed(counts: Counts, way: str) -> float:
+    """Returns tokens a second with the prompts' passes, which give each answer's first token."""
+    seconds = counts[f"{way}prefill_seconds"] + counts[f"{way}decode_seconds"]
+    return ratio(counts[f"{way}tokens"] + counts["turns"], seconds)
 
 
 if __name__ == "__main__":

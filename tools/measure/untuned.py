@@ -26,16 +26,9 @@ from spec_runtime.engine import Engine
 from spec_runtime.measure import tune
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.pace import profile as profiles
-from tools.figures import (
-    asked,
-    command_line,
-    manifest_of,
-    markdown,
-    parse,
-    run,
-    spread_text,
-    write,
-)
+from tools.docs.render import shown
+from tools.docs.rows import untuned_rows
+from tools.figures import asked, command_line, manifest_of, parse, run, write
 from tools.measure import turns
 from tools.measure.compare_rivals import contexts_of
 from tools.measure.turns import PLAIN, Case
@@ -124,30 +117,6 @@ def _cache() -> Iterator[None]:
                 os.environ["XDG_CACHE_HOME"] = before
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the rows as a Markdown table."""
-    head = ["bundle", "drafter", "prompts", "s", "plain tokens/s", *COLUMNS, "length", "drafted"]
-    cells = []
-    for row in rows:
-        found, first = row["engines"], row["engines"][COLUMNS[1]]
-        speedups = [
-            spread_text(found[name]["speedup"]) if name in found else "" for name in COLUMNS
-        ]
-        cells.append(
-            [
-                f"{row['bundle']} {row['precision']}",
-                row["drafter"],
-                row["prompts"],
-                f"{row['seconds']:.1f}",
-                f"{row['plain_tokens_per_second']:.1f}",
-                *speedups,
-                f"{first['accepted_length']:.2f}",
-                f"{first['drafted_share']:.0%}",
-            ]
-        )
-    return markdown(head, cells, left=3)
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     found = command_line(
@@ -166,7 +135,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures as the command line says, and prints the table."""
-    print(table(measure(parse(parser(), words))["rows"]))
+    rows = measure(parse(parser(), words))["rows"]
+    named = ((f"{row['bundle']} {row['precision']}", row) for row in rows)
+    print(shown("untuned", untuned_rows(named)))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.measure.rivals.environments import (
-    GENAI,
-    LLAMA_CPP,
-    OPENVINO,
-    OPTIMUM,
-    TRANSFORMERS,
-    Environment,
-)
+from tools.measure.rivals.environments import GENAI, LLAMA_CPP, OPENVINO, TRANSFORMERS, Environment
 from tools.measure.rivals.models import TargetFiles
 
 PRECISIONS = ("fp32", "int8", "int4")
@@ -83,14 +76,6 @@ RIVALS = (
         {"fp32": Form(FLOAT32, TargetFiles.hugging_face)},
     ),
     Rival(
-        "optimum",
-        "optimum-onnx",
-        OPTIMUM,
-        "transformers_worker.py",
-        (PLAIN,),
-        {"fp32": Form(FLOAT32, TargetFiles.optimum)},
-    ),
-    Rival(
         "genai",
         "onnxruntime-genai",
         GENAI,
@@ -148,47 +133,6 @@ OUR_MODES: dict[str, Mode] = {
 }
 # The demo's int4 holds a Q4_1 file's values as they are; int8 has one scale a row.
 OUR_WEIGHTS = {"fp32": FLOAT32, "int8": "int8, a scale a row", "int4": "Q4_1"}
-
-# What is measured by nobody, and why: engine, what of it, reason.
-LEFT_OUT = (
-    (
-        "transformers",
-        "int8 and int4",
-        "it has no products of 8-bit or 4-bit weights for a CPU without another library",
-    ),
-    (
-        "optimum-onnx",
-        "int8 and int4",
-        "it exports float32; what quantises its graphs is ONNX Runtime, see onnxruntime-genai",
-    ),
-    (
-        "optimum-onnx",
-        "prompt lookup",
-        "its key/value cache is a tuple, which transformers' assisted decoding cannot cut back",
-    ),
-    (
-        "onnxruntime-genai",
-        "speculative decoding",
-        "it needs a draft model with the target's vocabulary, or heads for several tokens that the "
-        "checkpoint has; the target has neither",
-    ),
-    (
-        "OpenVINO GenAI",
-        "EAGLE-3, chains and trees",
-        "they need an EAGLE-3 drafter of this target, in OpenVINO's form; there is none, and the "
-        "drafters of specsplit are graphs of other kinds",
-    ),
-    (
-        "OpenVINO GenAI and llama.cpp",
-        "a draft model",
-        "there is no smaller model with the target's vocabulary, and the target is small itself",
-    ),
-    (
-        "mlx-lm",
-        "all of it",
-        "its CPU backend takes minutes for a prompt of 1,500 tokens: it is made for Apple silicon",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -265,11 +209,7 @@ def ours(
     """Returns a contender for each of our modes; their workers run under this interpreter."""
     command = (sys.executable, str(WORKERS / "ours_worker.py"))
     weights = OUR_WEIGHTS[precision] if is_demo or precision != "int4" else "int4, zero points"
-    common = {
-        **dataclasses.asdict(options),
-        "model": str(bundle.absolute()),
-        "profile": profile,
-    }
+    common = {**dataclasses.asdict(options), "model": str(bundle.absolute()), "profile": profile}
     found = []
     for mode, (drafter, lookup, parallel) in modes.items():
         own = {"drafter": drafter, "lookup": lookup, "parallel": parallel}

@@ -131,8 +131,8 @@ class Race:
     ) -> dict[str, str]:
         """Runs all loads that the journal has no row of; returns the reason of each that failed.
 
-        A contender that fails is closed and takes no further part. A row holds the answers, the
-        process's memory so far, and the CPU time that the waiting workers used.
+        A contender that fails is closed and takes no further part. A row holds the answers and the
+        process's peak memory so far.
         """
         done = {_key_of(row) for row in journal.rows}
         running = dict(workers)
@@ -151,30 +151,22 @@ class Race:
                         few = load.clients if load.context is self.loads[0].context else 1
                         running[name].ask(self._job(load, few, WARM_UP_TOKENS))
                         warm.add(about)
-                    row = self._measured(load, name, running)
+                    time.sleep(REST_SECONDS)
+                    num_prompts = len(load.prompts)
+                    job = self._job(load, num_prompts, self.max_new_tokens)
+                    reply = running[name].ask(job)
+                    row = checked(reply, num_prompts, self.max_new_tokens, self.may_end)
                 except RivalError as error:
                     failed[name] = str(error)
                     announce(f"{name} is left out: {error}")
                     running.pop(name).close()
                     continue
+                row["version"], row["peak_rss"] = running[name].version, running[name].peak_rss()
+                row["prompt_tokens"] = sum(len(load.context.prompts[each]) for each in load.prompts)
                 journal.add({**dict(zip(KEYS, key, strict=True)), **row})
             what = f"{load.context.name} prompts, {load.clients} clients, round {load.round + 1}"
             announce(f"{self.precision}, {what}: {' '.join(load.prompts[:4])}")
         return failed
-
-    def _measured(self, load: Load, name: str, running: Mapping[str, Worker]) -> Row:
-        time.sleep(REST_SECONDS)
-        others = [worker for other, worker in running.items() if other != name]
-        before = sum(worker.cpu_seconds() for worker in others)
-        reply = running[name].ask(self._job(load, len(load.prompts), self.max_new_tokens))
-        idle = sum(worker.cpu_seconds() for worker in others) - before
-        return {
-            **checked(reply, len(load.prompts), self.max_new_tokens, self.may_end),
-            "version": running[name].version,
-            "prompt_tokens": sum(len(load.context.prompts[each]) for each in load.prompts),
-            "others_cpu_seconds": max(0.0, round(idle, 3)),
-            **running[name].memory(),
-        }
 
     def _job(self, load: Load, count: int, max_new_tokens: int) -> dict[str, Any]:
         ids = [list(load.context.prompts[prompt]) for prompt in load.prompts[:count]]

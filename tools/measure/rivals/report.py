@@ -11,7 +11,7 @@ from typing import Any
 
 from spec_runtime.loop.stats import ratio
 from spec_runtime.measure.audit import first_difference
-from tools.figures import markdown, spread, spread_text
+from tools.figures import spread
 from tools.measure.rivals.field import ALONE, LANES, OURS, PLAIN, Contender
 from tools.measure.rivals.race import Row
 
@@ -138,9 +138,7 @@ def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
         "tokens_per_second": {**spread(speeds), "by_round": speeds},
         "prefill_ms": {**spread(prefill), "by_round": prefill},
         "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in rows),
-        "peak_rss": max(row.get("peak_rss", 0) for row in rows),
-        "pss": max(row.get("pss", 0) for row in rows),
-        "others_cpu_share": max(row["others_cpu_seconds"] / row["seconds"] for row in rows),
+        "peak_rss": max(row["peak_rss"] for row in rows),
         # whether every round wrote the same texts
         "repeats_itself": all(
             first.setdefault(row["prompts"][0], tokens) == tokens
@@ -181,30 +179,6 @@ def _best(contenders: Mapping[str, Figures], key: str) -> str | None:
     """Returns the fastest, by its median: of times the least, of speeds the greatest."""
     sign = 1 if key == "prefill_ms" else -1
     return min(contenders, key=lambda name: sign * contenders[name][key]["median"], default=None)
-
-
-def table(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> str:
-    """Returns a Markdown table of one precision, for the terminal."""
-    head = ["contender", "prompts", "tokens/s", "prefill ms", "peak MB", "PSS MB"]
-    head += ["same text as its plain", "as same weights", "fp32's choice"]
-    rows = [
-        [
-            name,
-            context,
-            spread_text(each["tokens_per_second"], ".1f"),
-            f"{each['prefill_ms']['median']:.0f}",
-            f"{each['peak_rss'] / 1e6:.0f}",
-            f"{each['pss'] / 1e6:.0f}",
-            *(
-                "" if found is None else f"{found['identical']} of {found['prompts']}"
-                for found in (each["same_engine"], each["same_weights"])
-            ),
-            "" if each["fp32_choices"] is None else f"{each['fp32_choices']:.1%}",
-        ]
-        for context, contenders in contexts.items()
-        for name, each in contenders.items()
-    ]
-    return f"### {precision}\n\n{markdown(head, rows, left=2)}"
 
 
 def aim_lines(rows: Sequence[Figures]) -> list[str]:
@@ -257,7 +231,7 @@ def summarise_many(rows: Sequence[Row], contenders: Sequence[Contender]) -> list
                     "gap_ms": gap_figures(gaps),
                     "gain": spread(gains) if gains else None,
                     "as_alone": compare(alone, own),
-                    "peak_rss": max(row.get("peak_rss", 0) for row in own),
+                    "peak_rss": max(row["peak_rss"] for row in own),
                 }
             )
     return found
@@ -308,22 +282,3 @@ def line_of_many(row: Figures) -> str:
         if row[key] is not None
     ]
     return f"{row['context']}, {row['clients']} clients: lanes {', '.join(ratios)}"
-
-
-def table_of_many(rows: Sequence[Figures]) -> str:
-    """Returns a Markdown table for the terminal."""
-    head = ["contender", "prompts", "clients", "tokens/s", "over one at a time", "first ms", "p95"]
-    head += ["gap ms", "p99", "longest", "answers as alone"]
-    cells = [
-        [
-            row["contender"],
-            row["context"],
-            str(row["clients"]),
-            spread_text(row["tokens_per_second"], ".1f"),
-            "" if row["gain"] is None else f"{row['gain']['median']:.2f}",
-            *(f"{each:.0f}" for key in ("first_ms", "gap_ms") for each in row[key].values()),
-            f"{row['as_alone']['identical']} of {row['as_alone']['prompts']}",
-        ]
-        for row in rows
-    ]
-    return markdown(head, cells, left=2)

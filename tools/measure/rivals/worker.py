@@ -64,30 +64,13 @@ class Worker:
             raise RivalError(f"the worker ended: {self._last_words()}") from None
         return self._reply(JOB_SECONDS)
 
-    def memory(self) -> dict[str, int]:
-        """Returns the process's peak resident and present proportional size, in bytes.
-
-        Returns nothing where the system does not say (it is Linux that does).
-        """
-        sizes = {}
-        for file, line, name in (("status", "VmHWM", "peak_rss"), ("smaps_rollup", "Pss", "pss")):
-            try:
-                text = Path(f"/proc/{self._process.pid}/{file}").read_text()
-            except OSError:
-                continue
-            for each in text.splitlines():
-                if each.startswith(f"{line}:"):
-                    sizes[name] = int(each.split()[1]) * 1024
-        return sizes
-
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time that the process has used; 0 where the system does not say."""
+    def peak_rss(self) -> int:
+        """Returns the process's peak resident size in bytes; 0 where the system does not say."""
         try:
-            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+            lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         except OSError:
-            return 0.0
-        fields = text.rpartition(")")[2].split()  # the name before may hold blanks
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            return 0
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
     def close(self) -> None:
         """Ends the worker: it stops at the end of its input, and is killed if it does not."""

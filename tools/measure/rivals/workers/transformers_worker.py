@@ -1,7 +1,4 @@
-"""Decodes with transformers' generate: plainly, or with prompt lookup.
-
-Serves two rivals: PyTorch's models in transformers, and ONNX Runtime's in optimum-onnx.
-"""
+"""Decodes with transformers' generate in float32: plainly, or with prompt lookup."""
 
 import protocol
 import torch
@@ -20,28 +17,12 @@ class NewTokens(transformers.StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def load(settings):
-    """Returns the model and the version of the library that runs it."""
-    if settings["engine"] == "optimum":
-        import importlib.metadata
-
-        import onnxruntime
-        from optimum.onnxruntime import ORTModelForCausalLM
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = settings["threads"]
-        model = ORTModelForCausalLM.from_pretrained(settings["model"], session_options=options)
-        return model, importlib.metadata.version("optimum-onnx")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        settings["model"], dtype=torch.float32
-    )
-    return model, transformers.__version__
-
-
 def open_engine(settings):
     """Opens a Hugging Face folder."""
     torch.set_num_threads(settings["threads"])
-    model, version = load(settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        settings["model"], dtype=torch.float32
+    )
     options = {}
     if settings["mode"] == "lookup":
         options["prompt_lookup_num_tokens"] = settings["lookup_tokens"]
@@ -68,7 +49,7 @@ def open_engine(settings):
                 )
         return load.reply()
 
-    return version, answer
+    return transformers.__version__, answer
 
 
 if __name__ == "__main__":
