@@ -434,7 +434,11 @@ def follows(kind: dict[str, Any], text: str) -> bool:
     return read(matcher, ids) == len(ids)
 
 
-PARTS = {"v": {"type": "integer"}, "next": {"$ref": "#"}, "w": {"$ref": "#/properties/v"}}
+PARTS: dict[str, Any] = {
+    "v": {"type": "integer"},
+    "next": {"$ref": "#"},
+    "w": {"$ref": "#/properties/v"},
+}
 # A name like a keyword's, and a value like a reference.
 PARTS |= {"enum": {"$ref": "#/properties/v"}, "same": {"const": {"$ref": "#"}}}
 NODE = {"type": "object", "properties": PARTS}
