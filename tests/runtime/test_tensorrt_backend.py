@@ -36,6 +36,7 @@ from spec_runtime.backends.tensorrt.backend import TensorRTBackend
 from spec_runtime.backends.tensorrt.kernels import kernels_path
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
+from spec_runtime.files.installed import install
 from spec_runtime.files.mapping import from_mapping, to_json
 from spec_runtime.loop.kv import open_cache
 from spec_runtime.loop.target import ARGMAX
@@ -478,7 +479,7 @@ def test_a_bundle_without_plans(
     [
         (  # without specsplit[tensorrt], for the bundle's plans are of the other flavour
             *("tensorrt_rtx_bindings", None),
-            ("got no tensorrt_rtx_bindings", "run pip install 'specsplit[tensorrt-rtx]'\n"),
+            ("got no tensorrt_rtx_bindings", f"run {install('tensorrt-rtx')}\n"),
         ),
         (
             *("cuda.bindings", Cuda.open),
