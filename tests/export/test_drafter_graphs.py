@@ -274,7 +274,7 @@ def test_eagle_3(case: str, tmp_path: Path) -> None:
 def test_the_targets_graph_fuses_its_taps(tmp_path: Path) -> None:
     """Also in 8 bits, where the fusion's product stays in float."""
     hf_model, token_N = tiny("llama"), torch.arange(9) * 5
-    whole, expected = backbone_of(hf_model), {}
+    whole, expected = backbone_of(hf_model), dict[str, np.ndarray]()
     with torch.no_grad():
         _, *taps = features_and_taps(hf_model.model, token_N[None], TAPS)
     for kind, case in enumerate(("native", "speculators", "EAGLE-3.1")):

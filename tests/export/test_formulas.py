@@ -215,9 +215,9 @@ def rollout(drafter: Any, token_T: Tensor, feature_TD: Tensor, t: int, levels: i
     config, eps = drafter.config, drafter.dims.norm_eps
 
     def row(feature_D: Tensor, token: int) -> Tensor:
-        pair = (feature_D, drafter.embed_VD[token])
+        pair = [feature_D, drafter.embed_VD[token]]
         if config.normalise:
-            pair = tuple(rms(x, eps) * drafter.input_norm[i] for i, x in enumerate(pair))
+            pair = [rms(x, eps) * drafter.input_norm[i] for i, x in enumerate(pair)]
         return torch.cat(pair) @ drafter.fc + drafter.fc_bias
 
     tokens = token_T.tolist()
