@@ -200,10 +200,7 @@ def workshops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workshop]:
     return {name: kind(tmp_path_factory.mktemp(name)) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    [("gpt_oss", "fp32"), ("gpt_oss", "int8"), ("qwen3_moe", "fp32"), ("qwen3_moe", "int4")],
-)
+@pytest.mark.parametrize(("family", "precision"), [("gpt_oss", "fp32"), ("qwen3_moe", "int4")])
 def test_drafts_change_no_token(
     workshops: dict[str, Workshop], family: str, precision: str
 ) -> None:

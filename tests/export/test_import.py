@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -155,6 +156,9 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
 }
 
 
+GRAPHS = ("speculators", "GGUF")
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_llama(tmp_path_factory.mktemp("import") / "llama", num_hidden_layers=N)
@@ -221,9 +225,9 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Dra
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
-    """Levels 0 to 2 of what was imported, as module and as graph, against the published forward
-    pass on the weights as they were written, within 1e-4; the importer knows nothing but the
-    files."""
+    """Levels 0 to 2 of what was imported, as module and, of some, as graph, against the published
+    forward pass on the weights as they were written, within 1e-4; the importer knows nothing but
+    the files."""
     folder, drafter = write_format(tmp_path, name, llama)
     report = Lines()
     saved = load_drafter(
@@ -242,9 +246,10 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
         fused = published.fused([tap[0] for tap in taps])
         rows = [published.levels(fused[: t + 1], token_T.tolist(), 3) for t in range(8)]
         expected_RKV = torch.stack([torch.stack([published.log_q(x) for x in row]) for row in rows])
-    for ids, log_probs, _ in guesses_of(
+    guesses = guesses_of(
         module, hf_model, token_T, tmp_path / "graphs", 3, fuses=name == "speculators"
-    ):
+    )
+    for ids, log_probs, _ in itertools.islice(guesses, 2 if name in GRAPHS else 1):
         require_near(ids[:8, :3], log_probs[:8, :3], expected_RKV)
 
 
