@@ -6,13 +6,15 @@ tests/export/test_drafter_graphs.py compares the pairs of graphs with those of t
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
-from formulas import make_batch, make_drafter
+from formulas import backbone, make_batch, make_drafter
 from guessing import random_table
-from tiny_backbone import VOCAB
+from tiny_backbone import TRIMMED, VOCAB
 
 from spec_export.drafters.bigram_pairs import NO_KEY, BigramPairs, conditioned_log_probs, hashed
+from spec_export.graphs.half import narrow
 
 DRAFTED = torch.tensor([9, 7, 1, 4, 8, 5, 6])
 BIAS = {(7, 4): 2.0, (7, 6): -1.0, (8, 5): 1.5, (9, 4): 0.25}
@@ -106,3 +108,20 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
     drafter = make_drafter("eagle")
     with pytest.raises(ValueError, match="got a table of bigrams, expected a drafter that"):
         drafter.add_bigrams(table())
+
+
+def test_in_half_precision_a_table_keeps_its_keys() -> None:
+    """CUDA has every operator that the table adds, by the types that it has here."""
+    drafter = make_drafter("medusa", TRIMMED, top_k=5)
+    known = {node.op_type for node in drafter.export(backbone().config)["drafter"].graph}
+    drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
+    model = drafter.export(backbone().config)["drafter"]
+    assert {node.op_type for node in model.graph} - known <= {
+        *("Cast", "Clip", "Concat", "Equal", "Exp", "Expand", "Log", "Mod", "Mul", "ReduceSum"),
+        *("Slice", "Sub", "Unsqueeze"),
+    }
+    narrow(model, "fp16")
+    weights = {str(v.name).rpartition(".")[2]: v.dtype for v in model.graph.initializers.values()}
+    assert weights["key_HB"] == ir.DataType.INT64
+    found = {weights.get(name) for name in ("bias_HB", "unseen_V1", "float16")} - {None}
+    assert found == {ir.DataType.FLOAT16}
