@@ -227,7 +227,7 @@ class Batch:
             self._budget.add_cycle(self._cycle_tokens, now - self._cycle_begun)
         self._cycle_begun, self._cycle_tokens = now if num_lanes > 1 else 0.0, 0
 
-    def _share_out(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
+    def _share_out(self, lanes: list[Lane]) -> list[Lane]:
         """Sets how many rows each lane may ask of the next pass; returns the lanes that take part:
         all, but for prompts without a share."""
         if len(lanes) == 1:

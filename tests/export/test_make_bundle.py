@@ -578,45 +578,8 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def newer(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "message"),
-    [
-        ("target/target.bin", cut, "truncated or altered"),
-        ("target/target.onnx", flip, "truncated or altered"),
-        ("drafters/parallelspec/drafter.onnx", flip, "truncated or altered"),
-        ("drafters/parallelspec/drafter.bin", Path.unlink, "missing; build or copy the bundle"),
-        ("tokenizer.json", flip, "truncated or altered"),
-        ("chat_template.jinja", Path.unlink, "missing; build or copy the bundle"),
-        ("manifest.json", cut, "not readable"),
-        ("manifest.json", newer, "got schema_version 99, expected at most"),
-        ("manifest.json", Path.unlink, "no manifest.json here"),
-    ],
-)
-def test_a_damaged_bundle_is_one_line_and_exit_code_2(
-    workshop: Workshop,
-    tmp_path: Path,
-    run: Run,
-    file: str,
-    damage: Callable[[Path], None],
-    message: str,
-) -> None:
-    folder = Path(shutil.copytree(workshop.bundle(NAME), tmp_path / "bundle"))
-    damage(folder / file)
-    code, out, err = run("generate", "hello", "--bundle", folder, "--max-new-tokens", 2)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("error: ")
-    assert message in err
-    assert err.count("error: ") == 1
 
 
 def test_damage_is_noticed_by_the_runtime_when_hashes_are_not_checked(
