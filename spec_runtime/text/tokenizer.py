@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, TokenizerInfo
-from spec_runtime.dialogue.call_forms import MARKS
 from spec_runtime.dialogue.messages import require_characters
-from spec_runtime.dialogue.thinking import marks_of
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.grammar.base import Matcher
 from spec_runtime.grammar.formats import Grammar
@@ -101,7 +99,7 @@ class Tokenizer:
             self.template = _open_template(path, source, self._special_tokens(info))
             # Calls and thinking are found by their marks, which an answer's text therefore shows.
             # Only marks that the template writes are control tokens once they are not special.
-            marks = [mark for mark in (*MARKS, *marks_of(self.template.tags)) if mark in source]
+            marks = [mark for mark in self.template.answers.marks if mark in source]
             self._tokenizer = tokenizer_file.showing(self._tokenizer, marks)
         self._controls = ControlTokens(self._tokenizer, info.file, source)
 

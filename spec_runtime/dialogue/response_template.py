@@ -1,0 +1,311 @@
+"""Reads response templates, which say as data how a model writes its thinking and calls of tools.
+
+The form is that of `response_template` in tokenizer_config.json: fields `content`, thinking under
+one of three names, and `tool_calls`, each with the texts or expressions that open and close it.
+What a template cannot say safely here is refused, see patterns.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from spec_runtime.dialogue.families import (
+    CALLS,
+    CLOSINGS,
+    FAMILIES,
+    KEYED,
+    KNOWN_BY_MARKS,
+    MISTRAL,
+    PYTHON,
+    QUOTE,
+    THINKING,
+    WRAPPERS,
+    Field,
+)
+from spec_runtime.dialogue.patterns import Pattern
+from spec_runtime.dialogue.tools import unknown_family
+from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief
+
+_THOUGHT = ("reasoning_content", "reasoning", "thinking")
+_TOP = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
+_FIELD = {
+    "open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join",
+    "optional", "transform", "transform_each",
+}  # fmt: skip
+MARK = re.compile(r"<[^<>]+>|\[[^][]+\]|｜DSML｜")
+_TAG = re.compile(r"(.*?)(\\s\*|\\n\?)?\(\?P<value>\.\*\??\)(?:\\s\*|\\n\?)?(.*)", re.DOTALL)
+_CONTENTS = ("json", "xml-inline", "keyed", "python")
+
+
+class Tags(NamedTuple):
+    """The texts between which a model thinks."""
+
+    opening: str
+    closing: str
+
+
+# gpt-oss: what stands before the final message is not for the user.
+HARMONY = Tags("<|channel|>", "<|channel|>final<|message|>")
+
+
+class Region(NamedTuple):
+    """A stretch of thinking, or of text, between two marks; `repeats` says that it may begin
+    anywhere, and not only where an answer begins or after the first one of its kind."""
+
+    kind: str
+    open: Pattern
+    close: Pattern | None
+    repeats: bool
+
+
+class CallForm(NamedTuple):
+    """Says how a call is written: what opens it, its name among that, and its arguments.
+
+    These are a JSON object ("json"), or parameters: between tags ("tags"), Python's keyword
+    arguments ("python"), or JSON with a `quote` of its own and keys without any ("quoted").
+    "keyed" is an object that holds the name, too. `opening` opens a parameter, whose key it
+    captures, and `closing` closes it; `trim` says what around its value is no part of it. One of
+    `ends` ends the call. In a list the second call and later ones open with `next`.
+    """
+
+    open: Pattern
+    content: str
+    next: Pattern | None = None
+    opening: Pattern | None = None
+    closing: str = ""
+    trim: str = ""
+    ends: Pattern | None = None
+    quote: str = ""
+
+
+class ResponseTemplate:
+    """Holds what is read of a template, and of the families whose calls are read in every answer.
+
+    `tags` are the texts between which a grammar lets the model think, None if it does not think
+    between two texts. `family` is the one in whose form a call is forced. Raises UserError for a
+    template that is not valid. `bare` are forms that need no mark where an answer begins.
+    """
+
+    def __init__(self, spec: Any, family: str = "hermes", tags: Tags | None = None) -> None:
+        if family not in FAMILIES:
+            raise unknown_family(family)
+        self.family = family
+        fields: Mapping[str, Field] = _checked(spec)
+        self.regions: list[Region] = []
+        self.forms: list[CallForm] = []
+        closings, self.tags = [*map(_escaped, CLOSINGS)], tags
+        for name, field in fields.items():
+            is_open = "open" in field or "open_pattern" in field
+            close = _anchor(field, "close")
+            if name == "tool_calls":
+                self.forms += _forms_of(field)
+                closings += [close] if close else []
+            elif is_open:
+                kind = "text" if name == "content" else "thinking"
+                pattern = Pattern(_anchor(field, "open"))
+                end = Pattern(close) if close else None
+                self.regions.append(Region(kind, pattern, end, field.get("repeats") is True))
+                plain = [field.get(each) for each in ("open", "close")]
+                if kind == "thinking" and tags is None and all(type(each) is str for each in plain):
+                    self.tags = Tags(*map(str, plain))
+        self.forms += _FORMS
+        self.keyed = _KEYED
+        self.bare = [*_KEYED, *_BARE, *([_NAMED] if family == "mistral" else [])]
+        self.closing = Pattern("|".join(closings))
+        firsts = [mark for form in self.forms for mark in form.open.beginnings()]
+        self.call_marks = [*dict.fromkeys((*WRAPPERS, *firsts, "```"))]
+        texts = [each for each in self.regions if each.kind == "text"]
+        thoughts = [each for each in self.regions if each.kind == "thinking"]
+        self.thinking = thoughts[0] if thoughts else None
+        self.text_end = texts[0].close if texts else None
+        ends = [each.close for each in thoughts if each.close]
+        self.thinking_ends = _any_of(mark for each in ends for mark in each.beginnings())
+        opens = [each.open for each in self.regions] + [each.close for each in texts if each.close]
+        marks = [mark for each in opens for mark in each.beginnings()]
+        run = rf"(?:(?:{_any(WRAPPERS)})\s{{0,100}}){{1,8}}"
+        self.wrappers = re.compile(rf"\s{{0,100}}(?:{run})?")
+        # what finds them, and the marks that may have begun: without calls, and with them
+        every = [*marks, *self.call_marks]
+        self.markers = (
+            (_any_of(marks), marks),
+            (re.compile(rf"```\w{{0,30}}|{run}|{_any(every)}"), every),
+        )
+        # the names of control tokens by which thinking and messages are found
+        sources = [
+            each.open.source + (each.close.source if each.close else "") for each in self.regions
+        ]
+        self.tokens = sorted({mark for each in sources for mark in _marks(each)})
+
+    @property
+    def marks(self) -> set[str]:
+        """Returns the texts that may be control tokens, which an answer has to show."""
+        patterns = [each for form in self.forms for each in (form.open, form.opening, form.ends)]
+        found = {mark for each in patterns if each is not None for mark in _marks(each.source)}
+        return {*found, *self.tokens, *WRAPPERS, *_marks(self.closing.source), *_OTHER_MARKS}
+
+
+_OTHER_MARKS = ("[ARGS]", "[CALL_ID]", "<|constrain|>", "<|role_sep|>", "</arg_value>", QUOTE)
+
+
+def _marks(source: str) -> list[str]:
+    return MARK.findall(source.replace("\\", ""))
+
+
+def _any_of(texts: Any) -> re.Pattern[str]:
+    return re.compile(_any(texts) or r"(?!)")
+
+
+def _any(texts: Any) -> str:
+    return "|".join(map(re.escape, texts))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[\\()|*+?{}\[\]^$.]", r"\\\g<0>", text)
+
+
+def family_of(chat_template: str | None) -> str:
+    """Returns the family whose calls a model of this chat template writes.
+
+    A template without tools is smollm's: its prompts are written by tool_prompts.py.
+    """
+    source = chat_template or ""
+    if re.search(r"\btools\b", source) is None:
+        return "smollm"
+    marked = (
+        name for name in KNOWN_BY_MARKS if any(map(source.__contains__, FAMILIES[name].marks))
+    )
+    return next(marked, "hermes")
+
+
+def tags_of(chat_template: str) -> Tags | None:
+    """Returns the tags of the models of a chat template, which reads them in earlier answers or
+    writes them before a new one; None for models that do not think."""
+    closing = next((each for each in THINKING if each in chat_template), None)
+    if closing is None or closing == HARMONY.closing:
+        return closing and HARMONY
+    return Tags(THINKING[closing]["reasoning_content"]["open"], closing)
+
+
+@functools.lru_cache(64)
+def template_of(tags: Tags | None, family: str) -> ResponseTemplate:
+    """Returns the template of models that ship none, by what their chat template writes."""
+    own = {"reasoning_content": {"open": tags.opening, "close": tags.closing}} if tags else {}
+    fields: dict[str, Field] = own if tags is None else THINKING.get(tags.closing, own)
+    return ResponseTemplate({"fields": {"content": {}, **fields}}, family or "hermes", tags)
+
+
+# ---- reading ----
+
+
+def _checked(spec: Any) -> Mapping[str, Field]:
+    """Returns the fields of a template; raises UserError if it says what is not read."""
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("fields"), Mapping):
+        raise _error(f"got {brief(repr(spec), 80)}", "an object with `fields`")
+    if unknown := [*map(str, spec.keys() - _TOP)]:
+        raise _error(f"got {brief(', '.join(unknown), 80)}", ", ".join(sorted(_TOP)))
+    if spec.get("version", 1) != 1:
+        raise _error(f"got version {brief(repr(spec['version']), 40)}", "1")
+    fields = spec["fields"]
+    for name, field in fields.items():
+        if name not in ("content", "tool_calls", *_THOUGHT):
+            expected = ", ".join(("content", "tool_calls", *_THOUGHT))
+            raise _error(f"got the field {brief(repr(name), 80)}", expected)
+        if not isinstance(field, Mapping) or field.keys() - _FIELD - {"next_pattern"}:
+            raise _error(f"got {brief(repr(field), 80)} as {name}", ", ".join(sorted(_FIELD)))
+        if name != "tool_calls" and field.get("content", "text") != "text":
+            raise _error(f"got content {brief(repr(field['content']), 40)} of {name}", "text")
+        if name in _THOUGHT and not (field.keys() & {"open", "open_pattern"}):
+            raise _error(f"got {name} without open", "the text before the thinking")
+    if sum(name in fields for name in _THOUGHT) > 1:
+        raise _error(f"got {', '.join(fields)}", "one field of thinking")
+    return fields
+
+
+def _error(got: str, expected: str) -> UserError:
+    return UserError(f"{got} in the response template, expected {expected}")
+
+
+def _anchor(field: Field, key: str) -> str:
+    """Returns the expression of what opens or closes a field, an empty one if there is none."""
+    texts, pattern = field.get(key), field.get(f"{key}_pattern", "")
+    texts = [texts] if isinstance(texts, str) else texts or []
+    is_list = isinstance(texts, list) and all(isinstance(each, str) and each for each in texts)
+    if not is_list or not isinstance(pattern, str) or (texts and pattern):
+        raise _error(f"got {key} {brief(repr(field), 80)}", "one text, a list, or an expression")
+    return pattern or "|".join(map(_escaped, sorted(texts, key=len, reverse=True)))
+
+
+def _forms_of(field: Field) -> list[CallForm]:
+    """Returns the forms of the calls of a field, and of the objects that it may hold."""
+    source, content = _anchor(field, "open"), field.get("content", "text")
+    args = field.get("content_args", {})
+    if content not in _CONTENTS or not isinstance(args, Mapping):
+        raise _error(f"got content {brief(repr(content), 40)} of tool_calls", ", ".join(_CONTENTS))
+    pattern = Pattern(source)
+    after = Pattern(field["next_pattern"]) if "next_pattern" in field else None
+    if "name" not in pattern.names and content == "json":
+        _require_keys(field)
+        return [
+            each._replace(open=Pattern(rf"(?:{source})\s*{each.open.source}")) for each in _KEYED
+        ]
+    if "name" not in pattern.names:
+        raise _error(f"got {brief(repr(source), 80)} of tool_calls", "a capture `name`")
+    if content == "python":
+        opening = Pattern(r"(?P<key>[\w.-]+)=")
+        return [CallForm(pattern, content, after, opening, ends=Pattern(r"\)"))]
+    if content == "xml-inline":
+        found = _TAG.fullmatch(str(args.get("tag_pattern")))
+        if found is None or "(?P<key>" not in found[1] or not found[3]:
+            raise _error(f"got {brief(repr(dict(args)), 80)}", "a tag_pattern with key and value")
+        closing, ends = Pattern(found[3]).beginnings(), _anchor(field, "close")
+        if len(closing) != 1 or _escaped(closing[0]) != _escaped(_plain(found[3])) or not ends:
+            raise _error(f"got tag_pattern {brief(repr(found[0]), 80)}", "a fixed text at its end")
+        trim = {r"\s*": "space", r"\n?": "line"}.get(found[2] or "", "")
+        return [
+            CallForm(pattern, "tags", after, Pattern(found[1]), closing[0], trim, Pattern(ends))
+        ]
+    quotes = args.get("string_delims", [])
+    if not quotes and not args.get("unquoted_keys"):
+        return [CallForm(Pattern(source + r'(?=\{\s*["}])'), content, _followed(after))]
+    if len(quotes) != 1 or len(set(map(str, quotes[0]))) != 1:
+        raise _error(f"got string_delims {brief(repr(quotes), 80)}", "one pair of equal marks")
+    opening, ends = Pattern(r"(?P<key>[\w.$-]+):"), Pattern(r"\}")
+    quoted = Pattern(source + r"\{")
+    return [CallForm(quoted, "quoted", after, opening, ends=ends, quote=str(quotes[0][0]))]
+
+
+def _followed(pattern: Pattern | None) -> Pattern | None:
+    return pattern and Pattern(pattern.source + r'(?=\{\s*["}])')
+
+
+def _plain(source: str) -> str:
+    return re.sub(r"\\(?=\W)", "", source)
+
+
+def _require_keys(field: Field) -> None:
+    """Raises UserError unless a field's transform takes name and arguments from where they are."""
+    transform = field.get("transform")
+    function = transform.get("function", transform) if isinstance(transform, Mapping) else transform
+    if function in (None, "{content}"):
+        return
+    names = (
+        [function.get(key) for key in ("name", "arguments")]
+        if isinstance(function, Mapping)
+        else []
+    )
+    plain = [str(each).removeprefix("{content.").strip("{}") for each in names]
+    if (
+        not plain
+        or plain[0] not in ("name", "tool_name")
+        or plain[1] not in ("arguments", "parameters")
+    ):
+        raise _error(f"got transform {brief(repr(transform), 80)}", "the name and the arguments")
+
+
+_KEYED = [CallForm(Pattern(str(each["open_pattern"])), str(each["content"])) for each in KEYED]
+_FORMS = [form for field in CALLS for form in _forms_of(field)]
+_BARE, (_NAMED,) = _forms_of(PYTHON), _forms_of(MISTRAL)
