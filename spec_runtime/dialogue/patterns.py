@@ -52,7 +52,10 @@ class Pattern:
     def __init__(self, source: str) -> None:
         self.source = source
         reader = _Reader(source)
-        options = reader.options()
+        try:
+            options = reader.options()
+        except RecursionError:
+            raise reader.error() from None
         self._nodes: tuple[_Node, ...] = (_Group(options, None, False, 1, 1),)
         # texts of which one begins every match, which are quick to ask for
         firsts = [each[0] for each in options if each and isinstance(each[0], str)]
@@ -194,12 +197,8 @@ class _Reader:
                 nodes[-1] = last + node
                 continue
             if isinstance(last, re.Pattern) and not last.pattern.endswith("{1,1}+"):
-                firsts = _firsts(node)
-                if (
-                    firsts
-                    and all(map(last.match, firsts))
-                    and all(last.match(each).end() for each in firsts)
-                ):
+                taken = [last.match(each) for each in _firsts(node)]
+                if taken and all(found is not None and found[0] for found in taken):
                     raise self.error()  # the run before takes what has to follow
             nodes.append(node)
         return tuple(nodes)

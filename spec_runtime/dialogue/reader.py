@@ -30,6 +30,10 @@ _MAX_HELD = 2 * _MAX_HEAD  # characters that wait for what follows to say what t
 _MEMBER, _SEPARATORS, _FENCE = Pattern(MEMBER), Pattern(SEPARATORS), Pattern("```")
 
 
+_Head = tuple[CallForm, str | None, int]  # its form, its name, and where its arguments begin
+_Opened = tuple[Region, int, int]  # where its mark begins, and ends
+
+
 class Part(NamedTuple):
     """A piece of an answer: of its thinking or its text, the name of a call that begins, or a piece
     of that call's arguments, which are JSON."""
@@ -219,7 +223,7 @@ class ResponseReader:
             region = (self._template.thinking, 0, begin)
         if region:
             return self._open(*region)
-        self._step = self._read_text
+        self._last, self._step = None, self._read_text
         return True
 
     def _read_text(self) -> bool:
@@ -374,7 +378,7 @@ class ResponseReader:
 
     # ---- looking ahead ----
 
-    def _region_at(self, at: int, is_begin: bool) -> tuple[Region, int, int] | bool | None:
+    def _region_at(self, at: int, is_begin: bool) -> _Opened | Literal[False] | None:
         """Returns the stretch that begins at this place with its mark, False if there is none, and
         None if one may be there once more text has come."""
         text = self._text
@@ -389,13 +393,11 @@ class ResponseReader:
             end, _ = region.open.match(text, at, is_mark=self._is_mark)
             if end == MORE and self._waits(at):
                 return None
-            if end >= 0:
+            if end > at:
                 return region, at, end
         return False
 
-    def _head_at(
-        self, at: int, bare: Sequence[CallForm]
-    ) -> tuple[CallForm, str | None, int] | bool | None:
+    def _head_at(self, at: int, bare: Sequence[CallForm]) -> _Head | Literal[False] | None:
         """Returns the form of the call at this place, its name and where its arguments begin, False
         if there is none, and None if one may be there once more text has come. The forms `bare`
         need no mark."""
@@ -410,8 +412,8 @@ class ResponseReader:
             end, found = form.open.match(text, place, self._is_known)
             if end == MORE and self._waits(at):
                 return None
-            if 0 <= end <= at + _MAX_HEAD:
-                is_object = form.content == "keyed"
+            is_object = form.content == "keyed"
+            if at - is_object < end <= at + _MAX_HEAD:
                 name = None if is_object else found["name"]
                 return form, name, text.index("{", end) if is_object else end
         return False

@@ -107,11 +107,15 @@ class ResponseTemplate:
             elif is_open:
                 kind = "text" if name == "content" else "thinking"
                 pattern = Pattern(_anchor(field, "open"))
+                if not pattern.beginnings():
+                    raise _error(f"got {brief(repr(field), 80)}", "a text that opens it")
                 end = Pattern(close) if close else None
                 self.regions.append(Region(kind, pattern, end, field.get("repeats") is True))
                 plain = [field.get(each) for each in ("open", "close")]
                 if kind == "thinking" and tags is None and all(type(each) is str for each in plain):
                     self.tags = Tags(*map(str, plain))
+        if not all(form.open.beginnings() for form in self.forms):
+            raise _error("got calls that may begin with any text", "a text that opens them")
         self.forms += _FORMS
         self.keyed = _KEYED
         self.bare = [*_KEYED, *_BARE, *([_NAMED] if family == "mistral" else [])]
@@ -185,8 +189,10 @@ def tags_of(chat_template: str) -> Tags | None:
     """Returns the tags of the models of a chat template, which reads them in earlier answers or
     writes them before a new one; None for models that do not think."""
     closing = next((each for each in THINKING if each in chat_template), None)
-    if closing is None or closing == HARMONY.closing:
-        return closing and HARMONY
+    if closing is None:
+        return None
+    if closing == HARMONY.closing:
+        return HARMONY
     return Tags(THINKING[closing]["reasoning_content"]["open"], closing)
 
 
@@ -241,71 +247,63 @@ def _anchor(field: Field, key: str) -> str:
 
 def _forms_of(field: Field) -> list[CallForm]:
     """Returns the forms of the calls of a field, and of the objects that it may hold."""
-    source, content = _anchor(field, "open"), field.get("content", "text")
-    args = field.get("content_args", {})
+    source, content = f"(?:{_anchor(field, 'open')})", field.get("content", "text")
+    args, after = field.get("content_args", {}), str(field.get("next_pattern", ""))
     if content not in _CONTENTS or not isinstance(args, Mapping):
         raise _error(f"got content {brief(repr(content), 40)} of tool_calls", ", ".join(_CONTENTS))
-    pattern = Pattern(source)
-    after = Pattern(field["next_pattern"]) if "next_pattern" in field else None
-    if "name" not in pattern.names and content == "json":
-        _require_keys(field)
-        return [
-            each._replace(open=Pattern(rf"(?:{source})\s*{each.open.source}")) for each in _KEYED
-        ]
-    if "name" not in pattern.names:
-        raise _error(f"got {brief(repr(source), 80)} of tool_calls", "a capture `name`")
+    if "name" not in Pattern(source).names:
+        if content != "json" or not _names_are_inside(field.get("transform")):
+            raise _error(f"got {brief(repr(field), 80)}", "a capture `name` before the arguments")
+        return [each._replace(open=Pattern(rf"{source}\s*{each.open.source}")) for each in _KEYED]
     if content == "python":
-        opening = Pattern(r"(?P<key>[\w.-]+)=")
-        return [CallForm(pattern, content, after, opening, ends=Pattern(r"\)"))]
+        opening, ends = Pattern(r"(?P<key>[\w.-]+)="), Pattern(r"\)")
+        following = Pattern(after) if after else None
+        return [CallForm(Pattern(source), content, following, opening, ends=ends)]
     if content == "xml-inline":
-        found = _TAG.fullmatch(str(args.get("tag_pattern")))
-        if found is None or "(?P<key>" not in found[1] or not found[3]:
-            raise _error(f"got {brief(repr(dict(args)), 80)}", "a tag_pattern with key and value")
-        closing, ends = Pattern(found[3]).beginnings(), _anchor(field, "close")
-        if len(closing) != 1 or _escaped(closing[0]) != _escaped(_plain(found[3])) or not ends:
-            raise _error(f"got tag_pattern {brief(repr(found[0]), 80)}", "a fixed text at its end")
-        trim = {r"\s*": "space", r"\n?": "line"}.get(found[2] or "", "")
         return [
-            CallForm(pattern, "tags", after, Pattern(found[1]), closing[0], trim, Pattern(ends))
+            _between_tags(Pattern(source), str(args.get("tag_pattern")), _anchor(field, "close"))
         ]
-    quotes = args.get("string_delims", [])
-    if not quotes and not args.get("unquoted_keys"):
-        return [CallForm(Pattern(source + r'(?=\{\s*["}])'), content, _followed(after))]
-    if len(quotes) != 1 or len(set(map(str, quotes[0]))) != 1:
-        raise _error(f"got string_delims {brief(repr(quotes), 80)}", "one pair of equal marks")
-    opening, ends = Pattern(r"(?P<key>[\w.$-]+):"), Pattern(r"\}")
-    quoted = Pattern(source + r"\{")
-    return [CallForm(quoted, "quoted", after, opening, ends=ends, quote=str(quotes[0][0]))]
+    if not args.get("string_delims") and not args.get("unquoted_keys"):
+        following = Pattern(after + _OBJECT) if after else None
+        return [CallForm(Pattern(source + _OBJECT), content, following)]
+    match args.get("string_delims"):
+        case [[str(quote), str(other)]] if quote and quote == other:
+            opening, ends = Pattern(r"(?P<key>[\w.$-]+):"), Pattern(r"\}")
+            return [
+                CallForm(Pattern(source + r"\{"), "quoted", None, opening, ends=ends, quote=quote)
+            ]
+    raise _error(f"got content_args {brief(repr(args), 80)}", "string_delims of two equal marks")
 
 
-def _followed(pattern: Pattern | None) -> Pattern | None:
-    return pattern and Pattern(pattern.source + r'(?=\{\s*["}])')
+def _between_tags(opening: Pattern, tag: str, ends: str) -> CallForm:
+    """Returns the form of parameters each of which such a tag_pattern matches."""
+    found = _TAG.fullmatch(tag)
+    closing = Pattern(found[3]).beginnings() if found is not None else []
+    is_fixed = found is not None and [*map(_escaped, closing)] == [_escaped(_unescaped(found[3]))]
+    if found is None or "(?P<key>" not in found[1] or not is_fixed or not ends:
+        expected = "a key, a value and a fixed text after it, and a close"
+        raise _error(f"got tag_pattern {brief(repr(tag), 80)}", expected)
+    trim = {r"\s*": "space", r"\n?": "line"}.get(found[2] or "", "")
+    return CallForm(opening, "tags", None, Pattern(found[1]), closing[0], trim, Pattern(ends))
 
 
-def _plain(source: str) -> str:
+def _unescaped(source: str) -> str:
     return re.sub(r"\\(?=\W)", "", source)
 
 
-def _require_keys(field: Field) -> None:
-    """Raises UserError unless a field's transform takes name and arguments from where they are."""
-    transform = field.get("transform")
-    function = transform.get("function", transform) if isinstance(transform, Mapping) else transform
-    if function in (None, "{content}"):
-        return
-    names = (
-        [function.get(key) for key in ("name", "arguments")]
-        if isinstance(function, Mapping)
-        else []
-    )
-    plain = [str(each).removeprefix("{content.").strip("{}") for each in names]
-    if (
-        not plain
-        or plain[0] not in ("name", "tool_name")
-        or plain[1] not in ("arguments", "parameters")
-    ):
-        raise _error(f"got transform {brief(repr(transform), 80)}", "the name and the arguments")
+def _names_are_inside(transform: Any) -> bool:
+    """Says whether a transform takes name and arguments from a JSON object's usual keys."""
+    match transform:
+        case None | "{content}" | {"function": "{content}"}:
+            return True
+        case {"function": {"name": str(name), "arguments": str(arguments)}}:
+            keys = [each.replace("{content.", "{") for each in (name, arguments)]
+            usual = (("{name}", "{tool_name}"), ("{arguments}", "{parameters}"))
+            return all(key in known for key, known in zip(keys, usual, strict=True))
+    return False
 
 
+_OBJECT = r'(?=\{\s*["}])'
 _KEYED = [CallForm(Pattern(str(each["open_pattern"])), str(each["content"])) for each in KEYED]
 _FORMS = [form for field in CALLS for form in _forms_of(field)]
 _BARE, (_NAMED,) = _forms_of(PYTHON), _forms_of(MISTRAL)

@@ -124,9 +124,10 @@ class TextStream:
             ids = [] if token is None else [token]
             self._reader.push(piece, token is None, ids, [len(self.text) + len(text)])
             place = self._reader.begin_of_text
-            begin = len(text) if self._reader.is_thinking else 0
-            if place is not None:
-                begin = max(0, place - len(self.text))
+            if place is None and not self._reader.is_thinking:  # it may become either
+                self._held = text
+                return
+            begin = len(text) if place is None else max(0, place - len(self.text))
         found = [(at, stop) for stop in self._stops if (at := text.find(stop, begin)) >= 0]
         if found:
             at, self.stop = min(found, key=lambda place: place[0])

@@ -217,11 +217,17 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Returns arguments as an object, if they are JSON text of one."""
-    try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+    """Returns arguments as an object. Those of a broken call, which templates cannot take apart,
+    become one that shows what the model wrote."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = arguments
+    if isinstance(value, Mapping):
+        return value
+    return {} if value is None else {"arguments": arguments}
 
 
 def _with_results_as_text(messages: Sequence[Message]) -> list[Message]:

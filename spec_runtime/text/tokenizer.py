@@ -96,7 +96,8 @@ class Tokenizer:
         if info.chat_template is not None:
             path = bundle.path / info.chat_template
             source = _read_template(path)
-            self.template = _open_template(path, source, self._special_tokens(info))
+            names = self._special_tokens(info)
+            self.template = _open_template(path, source, names, info.response_template)
             # Calls and thinking are found by their marks, which an answer's text therefore shows.
             # Only marks that the template writes are control tokens once they are not special.
             marks = [mark for mark in self.template.answers.marks if mark in source]
@@ -164,11 +165,16 @@ class Tokenizer:
             self._compiler.close()
 
 
-def _open_template(path: Path, source: str, special_tokens: dict[str, str]) -> ChatTemplate:
+def _open_template(
+    path: Path,
+    source: str,
+    special_tokens: dict[str, str],
+    response_template: dict[str, Any] | None,
+) -> ChatTemplate:
     from spec_runtime.dialogue.chat_template import ChatTemplate  # here: it imports jinja2
 
     try:
-        return ChatTemplate(source, special_tokens, f"chat template {path}")
+        return ChatTemplate(source, special_tokens, f"chat template {path}", response_template)
     except UserError as error:
         raise BundleError(f"{error}; build the bundle again") from None
 
