@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from spec_runtime.dialogue.families import MEMBER, SEPARATORS, WRAPPERS
 from spec_runtime.dialogue.messages import Tools
-from spec_runtime.dialogue.patterns import MORE, NO, Pattern
+from spec_runtime.dialogue.patterns import MORE, Pattern
 from spec_runtime.dialogue.response_template import (
     MARK,
+    NEVER,
     CallForm,
     Region,
     ResponseTemplate,
@@ -156,7 +157,7 @@ class ResponseReader:
         self._parts: list[Part] = []
         # the stretch of thinking or text on its way
         self._kind: Literal["thinking", "text"] = "text"
-        self._close: Pattern | None = None  # what ends the thinking
+        self._close = NEVER  # what ends the thinking
         self._sent = 0  # up to here it is given out, or left out
         self._blank = 0  # from `_sent` to here is nothing but white space
         self._is_new = True  # nothing of it is out
@@ -233,17 +234,19 @@ class ResponseReader:
         for found in marker.finditer(text, self._at):
             self._at = place = found.start()
             head: Any = False
+            region: Any = False
             if self._has_calls:
                 is_fence = found[0][0] == "`"
                 bare = template.keyed if is_fence else ()
                 head = self._head_at(found.end() if is_fence else place, bare)
-            region = self._region_at(place, False) if head is False else False
+            if head is False:
+                region = self._region_at(place, False)
             if head is None or region is None:
                 self._release(place)
                 return False
             if head or region:
                 return self._begin_call(place, *head) if head else self._open(*region)
-            end, _ = template.text_end.match(text, place) if template.text_end else (NO, None)
+            end, _ = template.text_end.match(text, place)
             if end > place:
                 self._cut(place, end)
                 return True
@@ -254,10 +257,10 @@ class ResponseReader:
     def _read_thinking(self) -> bool:
         """Gives out thinking up to what ends it."""
         text, close = self._text, self._close
-        for found in self._template.thinking_ends.finditer(text, self._at) if close else ():
+        for found in self._template.thinking_ends.finditer(text, self._at):
             self._at = place = found.start()
             end, _ = close.match(text, place, is_mark=self._is_mark)
-            if end == MORE and not self._is_end:
+            if end == MORE and self._waits(place):
                 self._release(place)
                 return False
             if end >= 0:
@@ -265,8 +268,7 @@ class ResponseReader:
                 self._cut(place, end)
                 return True
             self._at = place + 1
-        marks = close.beginnings() if close else []
-        self._at = max(self._at, len(text) - overlap(text[self._at :], *marks))
+        self._at = max(self._at, len(text) - overlap(text[self._at :], *close.beginnings()))
         self._release(self._at)
         return False
 
@@ -383,12 +385,9 @@ class ResponseReader:
         None if one may be there once more text has come."""
         text = self._text
         for region in self._template.regions:
-            is_line = (
-                is_begin
-                or text[max(0, at - 1) : at] in ("", "\n")
-                or (bool(self._marks) and self._has_ids)
-            )
-            if not (is_begin or region.repeats or (self.heads and is_line)):
+            # a second time, at the beginning of a line, or as a token of its own
+            is_sure = text[at - 1 : at] == "\n" or (self._has_ids and bool(self._marks))
+            if not (is_begin or region.repeats or (self.heads and is_sure)):
                 continue
             end, _ = region.open.match(text, at, is_mark=self._is_mark)
             if end == MORE and self._waits(at):
@@ -406,7 +405,7 @@ class ResponseReader:
         if any(mark.startswith(text[after : after + _MAX_HEAD]) for mark in template.call_marks):
             return None if self._waits(at) else False
         last = max([at, *(text.rfind(mark, at, after) for mark in WRAPPERS)])
-        tries = [(place, form) for place in {at, last, after} for form in template.forms]
+        tries = [(place, form) for place in sorted({at, last, after}) for form in template.forms]
         tries += [(after, form) for form in (template.bare if after > at else bare)]
         for place, form in tries:
             end, found = form.open.match(text, place, self._is_known)

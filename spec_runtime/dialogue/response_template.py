@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spec_runtime.dialogue.families import (
     CALLS,
@@ -38,6 +38,7 @@ _FIELD = {
 }  # fmt: skip
 MARK = re.compile(r"<[^<>]+>|\[[^][]+\]|｜DSML｜")
 _TAG = re.compile(r"(.*?)(\\s\*|\\n\?)?\(\?P<value>\.\*\??\)(?:\\s\*|\\n\?)?(.*)", re.DOTALL)
+NEVER = Pattern("\0")  # closes what nothing closes: no answer has it
 _CONTENTS = ("json", "xml-inline", "keyed", "python")
 
 
@@ -56,9 +57,9 @@ class Region(NamedTuple):
     """A stretch of thinking, or of text, between two marks; `repeats` says that it may begin
     anywhere, and not only where an answer begins or after the first one of its kind."""
 
-    kind: str
+    kind: Literal["thinking", "text"]
     open: Pattern
-    close: Pattern | None
+    close: Pattern
     repeats: bool
 
 
@@ -105,11 +106,10 @@ class ResponseTemplate:
                 self.forms += _forms_of(field)
                 closings += [close] if close else []
             elif is_open:
-                kind = "text" if name == "content" else "thinking"
-                pattern = Pattern(_anchor(field, "open"))
-                if not pattern.beginnings():
-                    raise _error(f"got {brief(repr(field), 80)}", "a text that opens it")
-                end = Pattern(close) if close else None
+                kind: Any = "text" if name == "content" else "thinking"
+                pattern, end = Pattern(_anchor(field, "open")), Pattern(close) if close else NEVER
+                if not (pattern.beginnings() and end.beginnings()):
+                    raise _error(f"got {brief(repr(field), 80)}", "texts that open and close it")
                 self.regions.append(Region(kind, pattern, end, field.get("repeats") is True))
                 plain = [field.get(each) for each in ("open", "close")]
                 if kind == "thinking" and tags is None and all(type(each) is str for each in plain):
@@ -125,10 +125,10 @@ class ResponseTemplate:
         texts = [each for each in self.regions if each.kind == "text"]
         thoughts = [each for each in self.regions if each.kind == "thinking"]
         self.thinking = thoughts[0] if thoughts else None
-        self.text_end = texts[0].close if texts else None
-        ends = [each.close for each in thoughts if each.close]
-        self.thinking_ends = _any_of(mark for each in ends for mark in each.beginnings())
-        opens = [each.open for each in self.regions] + [each.close for each in texts if each.close]
+        self.text_end = texts[0].close if texts else NEVER
+        ends = [mark for each in thoughts for mark in each.close.beginnings()]
+        self.thinking_ends = _any_of(ends)
+        opens = [*(each.open for each in self.regions), *(each.close for each in texts)]
         marks = [mark for each in opens for mark in each.beginnings()]
         run = rf"(?:(?:{_any(WRAPPERS)})\s{{0,100}}){{1,8}}"
         self.wrappers = re.compile(rf"\s{{0,100}}(?:{run})?")
@@ -139,9 +139,7 @@ class ResponseTemplate:
             (re.compile(rf"```\w{{0,30}}|{run}|{_any(every)}"), every),
         )
         # the names of control tokens by which thinking and messages are found
-        sources = [
-            each.open.source + (each.close.source if each.close else "") for each in self.regions
-        ]
+        sources = [each.open.source + each.close.source for each in self.regions]
         self.tokens = sorted({mark for each in sources for mark in _marks(each)})
 
     @property
