@@ -11,6 +11,7 @@ from spec_runtime.dialogue.families import FAMILIES
 from spec_runtime.dialogue.values import parameter_types
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief, parse_json
+from spec_runtime.grammar.json_schema import NAMED, VALUES
 
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
 
@@ -161,15 +162,22 @@ def _parameters(function: Mapping[str, Any]) -> Any:
 
 def _with_references(schema: Any, name: str) -> Any:
     """Returns a schema whose references start at its place among the definitions: "#" becomes
-    "#/$defs/name", and "#/properties/x" becomes "#/$defs/name/properties/x"."""
+    "#/$defs/name", and "#/properties/x" becomes "#/$defs/name/properties/x". Values, such as those
+    of "const", stay as they are."""
     if isinstance(schema, list):
         return [_with_references(each, name) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    changed = {key: _with_references(value, name) for key, value in schema.items()}
-    reference = changed.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        changed["$ref"] = f"#/$defs/{name}{reference[1:]}"
+    changed = {}
+    for key, value in schema.items():
+        if key in VALUES:
+            changed[key] = value
+        elif key in NAMED and isinstance(value, dict):
+            changed[key] = {each: _with_references(inner, name) for each, inner in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            changed[key] = f"#/$defs/{name}{value[1:]}"
+        else:
+            changed[key] = _with_references(value, name)
     return changed
 
 

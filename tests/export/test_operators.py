@@ -38,7 +38,7 @@ def test_every_graph_of_a_build_is_taken(
     workshop: Workshop, tmp_path: Path, names: list[str], options: dict[str, Any]
 ) -> None:
     if options.get("device") == "cuda":
-        out = workshop.cuda_bundle(options["precision"])
+        out = workshop.cuda.lanes(options["precision"])
     else:
         folders = [workshop.drafter(name) for name in names]
         out = make_bundle.build(

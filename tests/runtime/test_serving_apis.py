@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -336,6 +337,13 @@ def test_a_stream_whose_last_call_is_cut_ends_as_its_text(api: Api, whole: str, 
     form = AnswerForm(family="hermes", tools=TOOLS)
     streamed, _ = api.written(GenerationResult(text, [1], "length", Stats(), form=form), 1)
     assert streamed.ending == "length"
+
+
+@each_api
+def test_an_answer_that_is_cut_after_whole_calls_is_whole(api: Api) -> None:
+    result = dataclasses.replace(thoughtful(f"{CALL}\n"), finish_reason="length")
+    for said in api.written(result, 7):
+        assert (said.ending, len(said.calls)) == ("calls", 1)
 
 
 # ---- what a request says ----

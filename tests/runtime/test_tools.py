@@ -440,13 +440,20 @@ def follows(kind: dict[str, Any], text: str) -> bool:
     return read(matcher, ids) == len(ids)
 
 
-PARTS = {"v": {"type": "integer"}, "next": {"$ref": "#"}, "w": {"$ref": "#/properties/v"}}
+PARTS: dict[str, Any] = {
+    "v": {"type": "integer"},
+    "next": {"$ref": "#"},
+    "w": {"$ref": "#/properties/v"},
+}
+# A name like a keyword's, and a value like a reference.
+PARTS |= {"enum": {"$ref": "#/properties/v"}, "same": {"const": {"$ref": "#"}}}
 NODE = {"type": "object", "properties": PARTS}
 
 
 @pytest.mark.parametrize("family", ["llama3", "hermes", "smollm"])
 def test_parameters_refer_to_themselves(family: str) -> None:
-    """To their root and to their other parts, as schemas made of types do."""
+    """To their root and to their other parts, as schemas made of types do; a value refers to
+    nothing."""
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
     tools = [{"function": {"name": name, "parameters": NODE}} for name in ("f", "g.h")]
     kind = forced_call(tools, family)
@@ -460,6 +467,8 @@ def test_parameters_refer_to_themselves(family: str) -> None:
     assert follows(kind, answer('{"v": 1, "next": {"v": 2, "next": {"w": 3}}}'))
     assert not follows(kind, answer('{"next": {"name": "f"}}'))
     assert not follows(kind, answer('{"w": "a"}'))
+    assert follows(kind, answer('{"enum": 4, "same": {"$ref": "#"}}'))
+    assert not follows(kind, answer('{"enum": "a"}'))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
