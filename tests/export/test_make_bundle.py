@@ -38,6 +38,7 @@ from spec_export.graphs import trace
 from spec_export.graphs.quantize import REDUCED
 from spec_export.model import demo, target
 from spec_export.model.decoder import Backbone
+from spec_export.model.pretrained import read_tokenizer
 from spec_export.training import checkpoint
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
@@ -64,6 +65,22 @@ def test_a_template_gets_the_tokenizers_own_eos(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     rendered = ChatTemplate(source, info.special_tokens).render(chat)
     assert rendered == tokenizer.apply_chat_template(chat, tokenize=False) == "<s>hi</s>"
+
+
+def test_a_bundle_keeps_the_response_template_that_is_read(tmp_path: Path) -> None:
+    """One that says what is not read here is left out, with a warning in one line."""
+    template = {"fields": {"thinking": {"open": "<ponder>", "close": "</ponder>"}}}
+    tokenizer = make_tokenizer("{{ messages[0].content }}")
+    model = SimpleNamespace(generation_config=None)
+    assert write_tokenizer(tokenizer, model, tmp_path).response_template is None
+    tokenizer.response_template = template
+    assert write_tokenizer(tokenizer, model, tmp_path).response_template == template
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "adapter_config.json").write_text("{}")  # it needs no weights
+    assert read_tokenizer(tmp_path / "saved", None).response_template == template
+    tokenizer.response_template = {"fields": {"thinking": {"open_pattern": "(?!a)b"}}}
+    with pytest.warns(UserWarning, match=r"got the expression .* it is left out of the bundle"):
+        assert write_tokenizer(tokenizer, model, tmp_path).response_template is None
 
 
 def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:

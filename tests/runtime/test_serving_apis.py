@@ -37,7 +37,7 @@ from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
 from spec_runtime import GenerationResult, Stats, TokenLogprob
-from spec_runtime.dialogue.thinking import Tags
+from spec_runtime.dialogue.response_template import Tags
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.anthropic.replies import MessageReply
 from spec_runtime.serve.anthropic.requests import MessagesRequest
@@ -327,7 +327,7 @@ def test_calls_follow_the_thinking_and_the_text_before_them(
     "end",
     [
         '{"a": "b',
-        "{'a': 1}}</tool_call>",
+        """{"a": 'b'}}</tool_call>""",
         f'{{"a": {CALL}',  # a call in the text
     ],
 )
