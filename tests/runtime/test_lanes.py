@@ -19,7 +19,7 @@ from small import ToyOpener, toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Engine, Session, UserError
-from spec_runtime.backends import run_each
+from spec_runtime.backends import GraphRun, run_each
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.result import Chunk, GenerationResult
@@ -597,9 +597,9 @@ class TimedPasses:
     """Runs passes of several toy lanes, each of which takes 40 ms and 1 ms for each row."""
 
     max_lanes = most_open = 4
-    run_drafts = staticmethod(run_each)
 
     def __init__(self, clock: FakeClock) -> None:
+        self.run_drafts: Callable[[Sequence[GraphRun]], None] = run_each
         self.closing = threading.Event()
         self._clock = clock
 

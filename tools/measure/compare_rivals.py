@@ -34,7 +34,7 @@ from spec_runtime.files.machine import default_threads
 from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.prompt import encode_prompt
-from spec_runtime.text.tokenizer import Tokenizer
+from spec_runtime.text.tokenizer import Codec, Tokenizer
 from tools.docs.render import shown
 from tools.docs.rows import by_contender
 from tools.figures import command_line, manifest_of, write
@@ -116,7 +116,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 # ---- what many_clients.py does alike ----
 
 
-def contexts_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Context]:
+def contexts_of(args: argparse.Namespace, tokenizer: Codec) -> list[Context]:
     """Returns the short prompts and, if there are to be any, the long ones."""
     encode = functools.partial(encode_prompt, tokenizer, raw=False, system=None)
     prompts = read_prompts(args.prompts)
