@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from spec_runtime.pace import first_use, profile
 from spec_runtime.pace.costs import Gain, PassCosts
 from spec_runtime.pace.measured import measure_passes
 from spec_runtime.pace.pacer import CONTEXT_ROWS, FIRST_PAUSE, Known, Pacer
-from spec_runtime.pace.profile import Profile
+from spec_runtime.pace.profile import Candidate, Profile, Trees
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
@@ -136,6 +137,44 @@ def test_sizes_are_left_out_where_passes_are_slow() -> None:
         (patient,) = measure_passes(target, [1, 2, 3], sizes, LOGITS, seconds, least)
         assert [n for n, _ in patient.verify] == [1, 2, 4, 8]
     assert target.length == 0
+
+
+def test_slow_moments_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight passes of a size three take four times as long as the others."""
+    clock, num_passes = FakeClock(), 0
+    monkeypatch.setattr("time.perf_counter", clock.read)
+    target = toy_engine().target
+    verify = target.verify
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        clock.now += 40.0 if num_passes // 3 % 8 > 4 else 10.0
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(target, "verify", timed)
+    (found,) = measure_passes(target, [1, 2, 3], (1, 4), LOGITS, seconds=0.0, least=8)
+    assert {ms for _, ms in found.verify} == {10_000.0} == {found.plain}
+
+
+def test_what_a_request_begins_with_is_what_the_manifest_says() -> None:
+    """Without a calibration trees are half full; with one, of the size that is fastest here."""
+    engine: Any = SimpleNamespace(budget=Budget(8, growth=Grown(0.05)))
+    entry: Any = SimpleNamespace(expected_accepted_length=None, calibration=None)
+    bundles_own = first_use._candidate(engine, COSTS, 4, entry)
+    assert bundles_own == Candidate("bundle", Trees(4, 0.05))
+    assert bundles_own.known.gain is None
+    entry.expected_accepted_length = 2.1
+    found = first_use._candidate(engine, COSTS, 4, entry)
+    assert found.expected_speedup == pytest.approx(2.1 * 10 / COSTS.of(2, 2.1), abs=1e-4)
+    assert found.known.gain == found.gain
+    entry.calibration = {
+        "reliability": [[0.5, 0.4, 9], [0.9, 0.8, 5]],
+        "accepted_length": {"2": 1.5, "4": 1.9},
+    }
+    found = first_use._candidate(engine, COSTS, 4, entry)
+    assert found.trees == Trees(4, 0.0, ((0.5, 0.4), (0.9, 0.8)))
+    assert (found.accepted_length, found.gain.speedup) == (1.9, round(19 / COSTS.of(4, 1.9), 4))
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(
