@@ -81,7 +81,7 @@ class MergedProposer(ProposerWrapper):
         return self._competing(drafted, budget, growth)
 
     def looking_up(self, token: int, budget: Budget) -> Drafting:
-        """Drafts as `drafting` does while the drafter rests: by lookup alone."""
+        """Drafts as `drafting` does while the drafter pauses: by lookup alone."""
         yield from super().drafting(token, budget.within(0))
         return self._found(token, budget)
 

@@ -199,7 +199,7 @@ def _grow_best(
             break
         kept = heapq.nsmallest(max_nodes - 1, pool)
         level = [guess for guess in kept if guess[1] >= num_before][:max_width]
-        if growth.terms is not None and not growth.terms.another_level_pays(
+        if growth.terms is not None and not growth.terms.is_another_level_worth_it(
             _probabilities(kept, growth), _probabilities(level, growth), depth, max_depth - depth
         ):
             break

@@ -66,7 +66,7 @@ class Terms:
         best = int(worth_N.argmax())
         return best + 1, float(worth_N[best])
 
-    def another_level_pays(
+    def is_another_level_worth_it(
         self, kept_N: np.ndarray, level_W: np.ndarray, num_run: int, num_left: int
     ) -> bool:
         """Returns True if drafting more levels could be worth more, were all guesses right.
@@ -100,7 +100,7 @@ def probabilities(
 
 
 class Outlook:
-    """Says, while a tree grows by falling probability, whether more nodes could still pay.
+    """Says, while a tree grows by falling probability, whether more nodes could be worth it.
 
     With n nodes, those of the next one's probability P and no better ones to come, any larger tree
     of m nodes commits at most tokens(n) + (m - n) P in t(m).
