@@ -75,7 +75,9 @@ class Batch:
         self._openers: ThreadPoolExecutor | None = None  # of lanes, and of the passes' graphs
         self._opening: dict[Lane | None, Future[None]] = {}  # None: those graphs
         self._on_open: Callable[[], None] = lambda: None
-        self._awaited: WeakKeyDictionary[Call, Call] = WeakKeyDictionary()  # see `lane_for`
+        # see `lane_for`
+        self._awaited: WeakKeyDictionary[Call, Call] = WeakKeyDictionary()
+        self._opened_for: WeakKeyDictionary[Call, Future[None]] = WeakKeyDictionary()
         self._lanes = [Lane(engine, k) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
         self._pace = SharedPace()
@@ -145,7 +147,10 @@ class Batch:
         untaken = [lane for lane in free if not lane.is_taken]
         is_opening = False
         if closed and not untaken:
-            is_opening = not self._open(closed[0], lambda: closed[0].engine).done()
+            if call not in self._opened_for:  # each that waits has a lane opened
+                new = next((lane for lane in closed if lane not in self._opening), closed[0])
+                self._opened_for[call] = self._open(new, lambda: new.engine)
+            is_opening = not self._opened_for[call].done()
         if untaken or self._order or is_opening:
             free = untaken
         return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
@@ -171,8 +176,7 @@ class Batch:
         try:
             for lane in lanes:
                 self._read(lane, found)  # it begins, or was ended meanwhile
-            lanes = [lane for lane in lanes if not lane.is_free]
-            self._share_out(lanes)
+            lanes = self._share_out([lane for lane in lanes if not lane.is_free])
             self._count_cycle(len(lanes))
             num_groups = -(-len(lanes) // self._most_lanes)
             for group in range(num_groups):
@@ -221,11 +225,12 @@ class Batch:
             self._pace.add_cycle(self._cycle_tokens, now - self._cycle_begun)
         self._cycle_begun, self._cycle_tokens = now if num_lanes > 1 else 0.0, 0
 
-    def _share_out(self, lanes: Sequence[Lane]) -> None:
-        """Sets how many rows each lane may ask of the next pass."""
+    def _share_out(self, lanes: list[Lane]) -> list[Lane]:
+        """Sets how many rows each lane may ask of the next pass; returns the lanes that take part:
+        all, but for prompts without a share."""
         if len(lanes) == 1:
             lanes[0].limit(PREFILL_ROWS, PREFILL_ROWS, is_shared=False)
-            return
+            return lanes
         most = self._pace.most_rows(max(1, len(lanes)))
         reading = [lane for lane in lanes if lane.num_unread > 0]
         left = PREFILL_ROWS
@@ -233,11 +238,13 @@ class Batch:
             line = self._pace.line(len(lanes))
             room = self._max_gap - float(line.seconds(len(lanes)))
             left = max(MIN_CHUNK, min(PREFILL_ROWS, int(room / self._row_seconds)))
-        shares = _shares(left, [lane.num_unread for lane in reading])
+        wanted = [lane.num_unread for lane in reading]
+        by_lane = dict(zip(reading, _shares(left, wanted, self._most_lanes > 1), strict=True))
         for lane in lanes:
             lane.limit(most, 1, is_shared=True)
-        for lane, share in zip(reading, shares, strict=True):
+        for lane, share in by_lane.items():
             lane.limit(most, share, is_shared=True)
+        return [lane for lane in lanes if by_lane.get(lane, 1)]
 
     def _run(self, lanes: Sequence[Lane], found: Found) -> None:
         """Takes these lanes on by one pass that they share."""
@@ -323,17 +330,21 @@ def _least(num_common: int) -> int:
     return num_common if num_common >= MIN_SHARED else 0
 
 
-def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
+def _shares(rows: int, wanted: Sequence[int], is_shared: bool = True) -> list[int]:
     """Divides the rows of a pass among prompts: half to the first, the rest in equal parts, and
     what one does not want to those after it; each gets at least MIN_SHARE.
 
-    >>> _shares(64, [20, 100, 100])
-    [20, 22, 22]
+    Where each prompt has a pass of its own, whose cost is hardly one of rows, parts are not equal:
+    the next ones are read whole, and those that would get less than MIN_CHUNK wait.
+
+    >>> _shares(64, [20, 100, 100]), _shares(64, [100, 20, 30, 30], False)
+    ([20, 22, 22], [32, 20, 12, 0])
     """
     shares = []
     for i, most in enumerate(wanted):
         num_left = len(wanted) - i
-        part = rows // 2 if i == 0 and num_left > 1 else rows // num_left
-        shares.append(max(MIN_SHARE, min(part, most)))
+        part = rows // 2 if i == 0 and num_left > 1 else rows // (num_left if is_shared else 1)
+        waits = not is_shared and i > 0 and part < min(most, MIN_CHUNK)
+        shares.append(0 if waits else max(MIN_SHARE, min(part, most)))
         rows = max(0, rows - shares[-1])
     return shares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -56,6 +57,7 @@ class Lanes(Generic[E]):
         self.others: list[E] = []
         self._source, self._require_open = source, require_open
         self._passes: SharedPasses | None = None
+        self._opening = threading.Lock()  # of threads that open lanes, one at a time
 
     @property
     def source(self) -> Source[E]:
@@ -74,8 +76,9 @@ class Lanes(Generic[E]):
 
     def get(self, engine: E, number: int) -> E:
         """Returns the engine of a lane, of which number 0 is `engine`."""
-        while number > len(self.others):
-            self.others.append(self.source.open_lane(engine))
+        with self._opening:
+            while number > len(self.others):
+                self.others.append(self.source.open_lane(engine))
         return engine if number == 0 else self.others[number - 1]
 
     @property

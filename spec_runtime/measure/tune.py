@@ -160,11 +160,11 @@ def tune(
     if points:
         # the reliability is in the probabilities of merged trees
         growth = Grown(reliability=points if merging is recorder else CERTAIN)
-        predicted = _predicted(merging, Budget(limit, growth=growth), costs)
+        figures = _predicted(merging, Budget(limit, growth=growth), costs)
         trees = Trees(limit, reliability=points)
-        candidates.append(Candidate("paying", trees, **predicted, sampled_trust=trust))
+        candidates.append(Candidate("paying", trees, **figures, sampled_trust=trust))
     own = engine.budget.at_most(limit)
-    predicted = {}
+    predicted: dict[str, Any] = {}
     if isinstance(own.growth, Grown):
         predicted = _predicted(merging, replace(own, growth=Grown(reliability=CERTAIN)), costs)
     candidates.append(Candidate("bundle", Trees.of(own), **predicted, sampled_trust=bundles_trust))
@@ -257,7 +257,7 @@ def choose(candidates: Sequence[Candidate]) -> str:
     return fastest.name if fastest.gain.speedup >= CLEARLY_FASTER else PLAIN
 
 
-def _predicted(recorder: Recorder, budget: Budget, costs: Costs) -> dict[str, float]:
+def _predicted(recorder: Recorder, budget: Budget, costs: Costs) -> dict[str, Any]:
     """Returns a candidate's figures, as the recorded trees would give them with this budget."""
     if not recorder.seen:
         return {}

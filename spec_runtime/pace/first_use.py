@@ -126,5 +126,9 @@ def _candidate(engine: Engine, costs: Costs, limit: int, entry: DrafterInfo | No
     if not gains:
         return Candidate("bundle", trees)
     speedup, length = max(gains)
-    figures = {"accepted_length": round(length, 4), "expected_speedup": round(speedup, 4)}
-    return Candidate("bundle", trees, **figures)
+    return Candidate(
+        "bundle",
+        trees,
+        expected_speedup=round(speedup, 4),
+        accepted_length=round(length, 4),
+    )

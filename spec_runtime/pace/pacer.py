@@ -128,6 +128,8 @@ class Pacer(ProposerWrapper):
         if isinstance(proposer, MergedProposer) and proposer.has_drafter:
             self._merged = proposer
         self._costs, self._known = costs, known
+        self._tree: TokenTree | None = None  # of the last step, if the drafter ran
+        self._reliability: tuple[tuple[float, float], ...] = ()  # of its paths
         self._costs_of: dict[int, Costs] = {}  # by the context's number of CONTEXT_ROWS
         self._step_ms_of: dict[tuple[int, int], np.ndarray] = {}  # and by most nodes
         self.is_shared = False
@@ -229,6 +231,5 @@ class Pacer(ProposerWrapper):
 
     def _reset(self, length: int) -> None:
         self._length, self._is_first = length, True
-        self._tree: TokenTree | None = None  # last drafted, if it is judged
-        self._reliability: tuple[tuple[float, float], ...] = ()
+        self._tree, self._reliability = None, ()
         self.trust, self.pause = Trust(), Pause()

@@ -61,6 +61,7 @@ def test_a_bundle_is_measured_once(
     assert (found.curve, found.is_tuned, profile.path_of(key)) == (profile.FIRST_USE, False, file)
     assert [n for n, _ in found.costs.verify] == [1, 2, 4, 8, 16]
     assert isinstance(first.proposer, Pacer)
+    assert found.choice.trees is not None
     assert first.budget == found.choice.trees.budget()
     assert not first.is_tuned
     assert first.generate("hello", max_new_tokens=30).token_ids == expected

@@ -17,7 +17,7 @@ from keeping_engine import keeping
 from small import toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime import AsyncEngine, Session, UserError
+from spec_runtime import AsyncEngine, Engine, Session, UserError
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.proposer import PlainProposer
@@ -324,6 +324,13 @@ def test_the_first_prompt_gets_half_of_a_chunk() -> None:
     assert _shares(2, [9, 9, 9]) == [3, 3, 3]  # each goes on
 
 
+def test_prompts_with_passes_of_their_own_are_read_one_after_another() -> None:
+    """A pass costs hardly less for a part of a short prompt than for the whole."""
+    assert _shares(64, [100, 27, 30, 5], is_shared=False) == [32, 27, 0, 5]
+    assert _shares(64, [20, 20, 20, 20], is_shared=False) == [20, 20, 20, 0]
+    assert _shares(2, [9, 9], is_shared=False) == [3, 0]  # one goes on
+
+
 def test_a_line_is_fitted_to_the_passes_seen() -> None:
     line = Line()
     for rows in (4, 8, 16) * 60:
@@ -524,6 +531,34 @@ def test_a_prompt_waits_for_one_other_however_many_begin_alike() -> None:
         assert list(batch.turn()) or batch.has_gone_on
     batch.begin(batch._lanes[1], "later", later)
     assert batch.lane_for(waiting) is batch._lanes[2]
+    batch.close()
+
+
+def test_each_call_that_waits_has_a_lane_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of these are opened before any of them is looked for again, and no further ones."""
+    engine = keeping("none", kept_bytes=0)
+    source, may_open = engine.lanes.source, threading.Event()
+    open_lane = source.open_lane
+
+    def open_late(primary: Engine) -> Engine:
+        assert may_open.wait(PATIENCE)
+        return open_lane(primary)
+
+    monkeypatch.setattr(source, "open_lane", open_late)
+    batch = Batch(engine, 6)
+    calls = [engine.prepare([5, 6, k], max_new_tokens=9) for k in range(4)]
+    batch.open_beside(lambda: None)
+    batch.begin(batch._lanes[0], "first", calls[0])
+    for _ in range(2):
+        assert [batch.lane_for(call) for call in calls[1:]] == [None, None, None]
+    may_open.set()
+    wait_until(lambda: engine.num_lanes == 3)
+    for call in calls[1:]:
+        lane = batch.lane_for(call)
+        assert lane is not None
+        batch.begin(lane, "later", call)
+    batch.end_opening()
+    assert engine.num_lanes == 3
     batch.close()
 
 

@@ -31,7 +31,15 @@ def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
     candidates = (
         Candidate(PLAIN, None, 1.0, 1.0, 50.0, 1.0, 1.0),
         Candidate(
-            "paying", budget and Trees.of(budget), 5.0, 1.4, 70.0, 1.4, 2.1, Gain(1.6, 1.2), 0.8
+            "paying",
+            None if budget is None else Trees.of(budget),
+            5.0,
+            1.4,
+            70.0,
+            1.4,
+            2.1,
+            Gain(1.6, 1.2),
+            0.8,
         ),
     )
     chosen = "paying" if budget is not None else PLAIN
