@@ -464,6 +464,22 @@ def test_a_call_begins_with_what_other_lanes_drafts_have_won() -> None:
         assert {each.left for each in pauses if each is not None} == {left}
 
 
+def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None:
+    """Below fp32 a seed promises the same tokens, and so the same trees, whoever is beside."""
+    engine = toy_engine("prompt_lookup")
+    batch = Batch(engine, 2)
+    for number, options in enumerate(({"temperature": 0.8, "seed": 1}, {})):
+        call = engine.prepare(PROMPTS[number], max_new_tokens=40, **options)  # type: ignore[arg-type]
+        lane = batch.lane_for(call)
+        assert lane is not None
+        lane.engine.target.precision = "int8"
+        batch.begin(lane, number, call)
+    for _ in range(4):
+        batch.turn()
+    assert [lane.pacer.is_shared for lane in batch._order] == [False, True]
+    batch.close()
+
+
 def test_passes_are_reported() -> None:
     engine = toy_engine("prompt_lookup")
     batch, passes = Batch(engine, 3), list[Pass]()
