@@ -262,10 +262,12 @@ class Engine:
         )
         return make_call(self.tokenizer, ids, request, tools, self.target.vocab_size)
 
-    def answering(self, call: Call) -> Answering:
-        """Returns what answers a prepared call, once."""
+    def answering(
+        self, call: Call, wrap: Callable[[Proposer], Proposer] = lambda proposer: proposer
+    ) -> Answering:
+        """Returns what answers a prepared call, once, with its proposer wrapped by `wrap`."""
         assert call.is_compiled, "a grammar would not hold"
-        return Answering(self._calls, call)
+        return Answering(self._calls, call, wrap)
 
     def encode(
         self,

@@ -25,7 +25,7 @@ from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.options import Option
 from spec_runtime.pace import first_use
 from spec_runtime.pace import profile as profiles
-from spec_runtime.pace.adaptive import DraftPauser, scale_probabilities
+from spec_runtime.pace.pacer import Pacer
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.text.tokenizer import Tokenizer
@@ -279,14 +279,13 @@ class DrafterOpener:
 def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     """Applies the tuned profile. If plain decoding was fastest, drops the drafter."""
     choice = profile.choice
-    if choice.budget is None:
+    if choice.trees is None:
         log.debug("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(features=opened.features, is_tuned=True)
-    scaled = scale_probabilities(opened.proposer)
-    gain = choice.gain if choice.accepted_length else None
-    pauser = DraftPauser(scaled, profile.costs, gain, choice.sampled_gain)
-    return opened._replace(proposer=pauser, budget=choice.budget, is_tuned=profile.is_tuned)
+    pacer = Pacer(opened.proposer, profile.costs, choice.known)
+    budget = choice.trees.budget()
+    return opened._replace(proposer=pacer, budget=budget, is_tuned=profile.is_tuned)
 
 
 def drafter_names(manifest: bundles.Manifest) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from spec_runtime.loop.target import Target
 from spec_runtime.pace import first_use
-from spec_runtime.pace.profile import Costs, PassCosts
+from spec_runtime.pace.costs import Costs, PassCosts
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn

@@ -35,7 +35,7 @@ from spec_runtime.bundle.manifest import Bundle, Graph, lanes_name
 from spec_runtime.errors import UserError
 from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.options import CallOptions
-from spec_runtime.pace.row_budget import RowBudget
+from spec_runtime.pace.shared import SharedPace
 from spec_runtime.sampling import token_logprob
 from spec_runtime.trees.tree import TokenTree
 
@@ -238,7 +238,7 @@ def test_nobody_waits_for_a_graph_that_is_being_opened(
 def test_nodes_that_do_not_pay_are_cut_before_the_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RowBudget, "sizes", lambda self, trees, *others: [1] * len(trees))
+    monkeypatch.setattr(SharedPace, "sizes", lambda self, worths, *others: [1] * len(worths))
     engine = spec_runtime.load(folder, "parallelspec", threads=1)
     options: CallOptions = {"max_new_tokens": 12, "ignore_eos": True}
     expected = [engine.generate(prompt, **options).token_ids for prompt in MANY[:NUM_LANES]]

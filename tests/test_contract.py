@@ -28,8 +28,7 @@ from workshop import HYBRID, FluentWorkshop, drafter_name
 import spec_runtime
 from spec_export import drafters
 from spec_runtime.engine import Engine, GenerationResult
-from spec_runtime.pace.adaptive import DraftPauser
-from spec_runtime.trees.budget import Grown
+from spec_runtime.pace.pacer import Pacer
 
 # Of a target with convolutions: drafters that run its layers, read its features, or neither.
 OF_HYBRIDS = [f"{HYBRID}{name}" for name in ("skip_layer", "parallelspec", "medusa")]
@@ -98,9 +97,7 @@ def test_the_drafter_changes_no_token(
 def test_pauses_and_trees_cut_by_cost_change_no_token(default_engine: Engine, name: str) -> None:
     """Prompt lookup goes on during a drafter's pause."""
     is_trained, engine = name in drafters.trainable(), default_engine
-    assert isinstance(engine.proposer, DraftPauser)
-    growth = engine.budget.growth
-    assert name == "lookahead" or (isinstance(growth, Grown) and growth.step_ms)
+    assert isinstance(engine.proposer, Pacer)
     sizes: dict[bool, list[int]] = {False: [], True: []}  # of trees, in a pause or not
     for sampling in SAMPLING[:2]:
         options = {"max_new_tokens": 110, "ignore_eos": True, **sampling}
@@ -109,7 +106,7 @@ def test_pauses_and_trees_cut_by_cost_change_no_token(default_engine: Engine, na
         for step in engine.steps(PROMPTS[1], **options):
             if step.verified is not None:
                 sizes[is_pause].append(step.verified.tree.num_nodes)
-            is_pause = engine.proposer.is_resting  # from the next step on
+            is_pause = engine.proposer.is_paused  # from the next step on
         assert engine.last_result is not None
         assert engine.last_result.token_ids == expected.token_ids
     assert len(sizes[True]) > 20

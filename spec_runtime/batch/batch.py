@@ -21,10 +21,8 @@ from spec_runtime.errors import UserError
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.generate import Decoding, take_pass
 from spec_runtime.loop.result import Chunk
-from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import PREFILL_ROWS, Asked, Verified, verify_together
-from spec_runtime.pace.row_budget import RowBudget
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.pace.shared import SharedPace
 
 MIN_SHARED = 32  # tokens at the beginning of prompts, for which one waits for the other's rows
 MOST_AWAITED = 2  # times its own prompt, of another's tokens that a call waits to see read
@@ -61,7 +59,7 @@ class Batch:
     and lanes run by themselves, or a few together, until there are graphs for more.
     Prompts are read in chunks that ride along with what others decode, as many rows as a pass
     of `max_gap` seconds has room for; the prompt that came first gets half of them. Where
-    several decode, a RowBudget hands out the rows of their trees. One thread uses it at a time.
+    several decode, a SharedPace hands out the rows of their trees. One thread uses it at a time.
 
     Raises UserError for less than one lane, or for several if the engine was not loaded from a
     bundle.
@@ -82,7 +80,7 @@ class Batch:
         self._opened_for: WeakKeyDictionary[Call, Future[None]] = WeakKeyDictionary()
         self._lanes = [Lane(engine, k) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
-        self._budget = RowBudget()
+        self._pace = SharedPace()
         self._row_seconds = 0.005  # of a prompt's row, until it is known
         self._cycle_begun, self._cycle_tokens = 0.0, 0  # since the passes before
         self.on_pass: Callable[[Pass], None] = lambda ran: None
@@ -159,7 +157,7 @@ class Batch:
 
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
         """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
-        lane.begin(owner, call, observe, self._budget.new_gain(1 + len(self._order)))
+        lane.begin(owner, call, observe, self._pace.first_pause(1 + len(self._order)))
         self._awaited.pop(call, None)
         self._order.append(lane)
 
@@ -224,28 +222,28 @@ class Batch:
         """Tells the budget how many tokens came between the passes before and these."""
         now = time.perf_counter()
         if self._cycle_begun:
-            self._budget.add_cycle(self._cycle_tokens, now - self._cycle_begun)
+            self._pace.add_cycle(self._cycle_tokens, now - self._cycle_begun)
         self._cycle_begun, self._cycle_tokens = now if num_lanes > 1 else 0.0, 0
 
     def _share_out(self, lanes: list[Lane]) -> list[Lane]:
         """Sets how many rows each lane may ask of the next pass; returns the lanes that take part:
         all, but for prompts without a share."""
         if len(lanes) == 1:
-            lanes[0].limit(PREFILL_ROWS, PREFILL_ROWS)
+            lanes[0].limit(PREFILL_ROWS, PREFILL_ROWS, is_shared=False)
             return lanes
-        most = self._budget.most_rows(max(1, len(lanes)))
+        most = self._pace.most_rows(max(1, len(lanes)))
         reading = [lane for lane in lanes if lane.num_unread > 0]
         left = PREFILL_ROWS
         if len(reading) < len(lanes):  # others decode
-            line = self._budget.line(len(lanes))
+            line = self._pace.line(len(lanes))
             room = self._max_gap - float(line.seconds(len(lanes)))
             left = max(MIN_CHUNK, min(PREFILL_ROWS, int(room / self._row_seconds)))
         wanted = [lane.num_unread for lane in reading]
         by_lane = dict(zip(reading, _shares(left, wanted, self._most_lanes > 1), strict=True))
         for lane in lanes:
-            lane.limit(1 if lane.gain.is_resting else most, 1)
+            lane.limit(most, 1, is_shared=True)
         for lane, share in by_lane.items():
-            lane.limit(most, share)
+            lane.limit(most, share, is_shared=True)
         return [lane for lane in lanes if by_lane.get(lane, 1)]
 
     def _run(self, lanes: Sequence[Lane], found: Found) -> None:
@@ -267,8 +265,11 @@ class Batch:
             begin, step = time.perf_counter(), decoding.step
             self._read(lane, found)
             decoding.host_seconds += time.perf_counter() - begin
-            if step is not None and step.tree is not None:
-                self._judge(lane, step, step.tree, decoding.host_seconds)
+            num_lanes = len(self._order)
+            if step is not None and lane.pacer.is_shared and num_lanes > 1 and not lane.is_free:
+                drafted, accepted = step.num_drafted, step.num_accepted
+                seconds = decoding.host_seconds
+                self._pace.judge(lane.pacer, num_lanes, drafted, accepted, seconds)
 
     def _read(self, lane: Lane, found: Found) -> None:
         """Gives out what the lane's last pass committed, and frees the lane if its call is over."""
@@ -279,14 +280,6 @@ class Batch:
         except Exception as error:
             lane.close()
             found.append((lane.owner, error))
-
-    def _judge(self, lane: Lane, step: Step, tree: TokenTree, host_seconds: float) -> None:
-        """Tells the budget what a draft was worth, and what the step took of the host."""
-        self._budget.add_step(tree, step.num_accepted)
-        num_lanes = len(self._order)
-        if num_lanes > 1 and not lane.is_free:
-            self._budget.add_host(host_seconds, step.num_drafted > 0)
-            self._budget.judge(lane.gain, num_lanes, step.num_drafted, step.num_accepted)
 
     def _verify(self, lanes: Sequence[Lane], asked: list[Asked]) -> list[Verified]:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""
@@ -303,8 +296,8 @@ class Batch:
             ]
             whole = sum(each.tree.num_nodes for k, each in enumerate(asked) if k not in cut)
             read = prompt_rows * self._row_seconds
-            trees = [asked[k].tree for k in cut]
-            sizes = self._budget.sizes(trees, len(lanes), whole - prompt_rows, read)
+            worths = [lanes[k].pacer.worth_N(asked[k].tree) for k in cut]
+            sizes = self._pace.sizes(worths, len(lanes), whole - prompt_rows, read)
             for k, size in zip(cut, sizes, strict=True):
                 asked[k] = asked[k]._replace(tree=asked[k].tree.first(size))
         begin = time.perf_counter()
@@ -312,9 +305,9 @@ class Batch:
         seconds = time.perf_counter() - begin
         rows = sum(each.tree.num_nodes for each in asked)
         if not prompt_rows:
-            self._budget.add(len(lanes), rows, seconds)
+            self._pace.add(len(lanes), rows, seconds)
         else:
-            of_trees = float(self._budget.line(len(lanes)).seconds(rows - prompt_rows))
+            of_trees = float(self._pace.line(len(lanes)).seconds(rows - prompt_rows))
             row_seconds = max(1e-5, (seconds - of_trees) / prompt_rows)
             self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
         granted = rows - prompt_rows - num_decoding

@@ -9,11 +9,11 @@ from spec_runtime.engine import Engine
 from spec_runtime.loop.answering import Answering
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.generate import Decoding
-from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer
+from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer, Proposer
 from spec_runtime.loop.reading import ChunkReader
 from spec_runtime.loop.result import Chunk
 from spec_runtime.loop.target import PREFILL_ROWS
-from spec_runtime.pace.row_budget import Gain
+from spec_runtime.pace.pacer import Pacer, Pause
 from spec_runtime.trees.budget import Budget
 
 # Rules by which what is accepted depends on what is drafted, so that trees stay what they are.
@@ -37,7 +37,7 @@ class Lane:
 
     def __init__(self, primary: Engine, number: int) -> None:
         self.owner: Any = None
-        self.gain = Gain()
+        self.pacer = Pacer(PlainProposer())
         self.answering: Answering | None = None
         self._primary, self._number = primary, number
         self._reader: ChunkReader | None = None
@@ -92,15 +92,26 @@ class Lane:
         """Says whether it has its caches."""
         return self._number <= self._primary.num_lanes
 
-    def begin(self, owner: Any, call: Call, observe: Observe | None, gain: Gain) -> None:
-        """Begins to answer a call, by what `observe` makes of the lane's engine; `gain` judges its
-        drafts."""
+    def begin(self, owner: Any, call: Call, observe: Observe | None, pause: Pause | None) -> None:
+        """Begins to answer a call, by what `observe` makes of the lane's engine; `pause` is that of
+        its pacer."""
         engine = self.engine if observe is None else observe(self.engine)
-        self.owner, self.gain = owner, gain
-        self.answering, self._reader = engine.answering(call), ChunkReader(call)
+        own = self.engine.proposer
 
-    def limit(self, max_rows: int, chunk_rows: int) -> None:
-        """Sets what the call may ask of the next pass."""
+        def paced(proposer: Proposer) -> Proposer:
+            if isinstance(own, Pacer) and not isinstance(proposer, PlainProposer):
+                self.pacer = own
+            else:
+                proposer = self.pacer = Pacer(proposer)
+            self.pacer.begins_with = pause
+            return proposer
+
+        self.owner, self._reader = owner, ChunkReader(call)
+        self.answering = engine.answering(call, paced)
+
+    def limit(self, max_rows: int, chunk_rows: int, is_shared: bool) -> None:
+        """Sets what the call may ask of the next pass, and whether others share it."""
+        self.pacer.is_shared = is_shared and self.cuts_trees
         self.decoding.max_rows = max_rows if self.cuts_trees else PREFILL_ROWS
         self.decoding.chunk_rows = chunk_rows
 

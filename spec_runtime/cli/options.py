@@ -155,15 +155,15 @@ def summary_line(result: "GenerationResult", loading: dict[str, Any] | None = No
     many threads, if the options of `load` are given and they are those of a CPU."""
     stats = result.stats
     caveat = "" if result.preserves_distribution else "; not the target's distribution"
-    rests = ""  # where drafts found or paid little
+    pauses = ""  # where drafts found or won little
     if 0 < stats.drafted_steps < stats.steps / 2:
-        rests = f" (drafts in {stats.drafted_steps} of {stats.steps} steps)"
+        pauses = f" (drafts in {stats.drafted_steps} of {stats.steps} steps)"
     threads = ""
     if loading is not None and loading["backend"] == "onnxruntime":
         threads = f"{counted_threads(loading['threads'])}, "
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-        f"accepted length {stats.accepted_length:.2f}{rests}, "
+        f"accepted length {stats.accepted_length:.2f}{pauses}, "
         f"prefill {stats.prefill_seconds:.2f} s, {threads}"
         f"finished by {result.finish_reason}{caveat}"
     )

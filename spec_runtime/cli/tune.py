@@ -49,6 +49,7 @@ def command(
 ) -> None:
     """Measure this machine and choose the budget that is fastest on it."""
     from spec_runtime.bundle import manifest as bundles
+    from spec_runtime.files import mapping
     from spec_runtime.measure import provenance, tune
     from spec_runtime.measure.prompts import read_prompts
     from spec_runtime.pace import profile
@@ -70,7 +71,7 @@ def command(
             "provenance": provenance.collect(
                 threads=threads, prompts_file=prompts, prompts=given, manifest=manifest
             ),
-            "profile": profile.to_json(report.profile),
+            "profile": mapping.to_json(report.profile),
             "sweep": report.sweep,
         }
         try:

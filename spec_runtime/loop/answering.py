@@ -122,11 +122,11 @@ class Answering:
     `next_step`, or in a batch, which calls `take_step` after each.
     """
 
-    def __init__(self, calls: Calls, call: Call) -> None:
+    def __init__(self, calls: Calls, call: Call, wrap: Callable[[Proposer], Proposer]) -> None:
         self.call = call
         self.decoding: Decoding | None = None
         self.result: GenerationResult | None = None
-        self._calls = calls
+        self._calls, self._wrap = calls, wrap
         self._conversations: Conversations | None = None
         self._held = ExitStack()
         self._logprobs: list[TokenLogprob] = []
@@ -195,7 +195,7 @@ class Answering:
         lock = calls.parts.target.lock
         self._held.enter_context(lock.hold(call.holder, call.interruption))
         target, drafter, conversations = calls.parts
-        proposer, params, prompt = drafter.proposer, call.params, call.prompt
+        proposer, params, prompt = self._wrap(drafter.proposer), call.params, call.prompt
         # plain decoding stays plain: it drafts no forced tokens
         if call.masks is not None and drafter.name != "none":
             proposer = calls.constrain(proposer, call.masks, target.max_nodes)

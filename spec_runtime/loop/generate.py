@@ -335,7 +335,6 @@ def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tupl
         epsilon, delta = params.typical_epsilon, params.typical_delta
         delta = epsilon**0.5 if delta is None else delta
         return lambda tree, view: by_typical(tree, view.p, epsilon, delta), budget
-    budget = budget.at(params.temperature)
     if params.temperature:
         budget = replace(budget, coupling=Coupling(sample.noise, params.temperature))
     return lambda tree, view: by_target_sampling(tree, view.draw), budget

@@ -1,9 +1,5 @@
-"""Finds the budget that is fastest on this machine: measures the times, predicts the speed-ups
-(pace/curve.py), and lets the best few budgets race.
-
-Where the prediction is inexact (static trees with merged prompt lookup, drafting level by level),
-the race decides.
-"""
+"""Finds the trees that are fastest on this machine: measures the times, predicts the speed-ups from
+recorded trees, and lets the best race plain decoding."""
 
 from __future__ import annotations
 
@@ -18,17 +14,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.stats import Stats
-from spec_runtime.pace.adaptive import LARGEST_TRUST, scale_probabilities
-from spec_runtime.pace.curve import (
-    CERTAIN,
-    Curve,
-    Point,
-    cut_budget,
-    grown_points,
-    monotone,
-    paying_budget,
-    static_points,
-)
+from spec_runtime.pace.costs import CERTAIN, Costs, Gain, PassCosts
 from spec_runtime.pace.measured import (
     Recorder,
     costs_of,
@@ -37,10 +23,12 @@ from spec_runtime.pace.measured import (
     record,
     without_lookup,
 )
-from spec_runtime.pace.profile import PLAIN, Candidate, Costs, Gain, Key, PassCosts, Profile
+from spec_runtime.pace.pacer import LARGEST_TRUST, Pacer
+from spec_runtime.pace.profile import PLAIN, Candidate, Key, Profile, Trees
+from spec_runtime.pace.reliability import Points, monotone, observed, replayed
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.worth import probabilities
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 VERIFY_SECONDS = 5.0  # for each of two contexts
@@ -69,11 +57,12 @@ class TuneReport:
     sweep: list[dict[str, float]]
 
 
-def decoding(engine: Engine, budget: Budget | None) -> Engine:
-    """Returns `engine` with this budget, run as a profile's choice is; None is plain decoding."""
-    if budget is None:
+def decoding(engine: Engine, candidate: Candidate, costs: Costs) -> Engine:
+    """Returns `engine` as a profile with this choice has it."""
+    if candidate.trees is None:
         return engine.observed(lambda _: PlainProposer(), Budget(1))
-    return engine.observed(scale_probabilities, budget)
+    budget = candidate.trees.budget()
+    return engine.observed(lambda proposer: Pacer(proposer, costs, candidate.known), budget)
 
 
 def race(
@@ -138,7 +127,7 @@ def tune(
     on_stage("verify")
     longest = max(prompts, key=len)
     passes = measure_passes(target, longest, sizes, engine.wants, VERIFY_SECONDS)
-    num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
+    num_nodes = RECORD_NODES if calibration is None or sweep else DRAFT_NODES
     num_tokens = len(prompts) * max_new_tokens
     on_forecast(_forecast(passes[0], num_nodes, num_tokens, bool(lookup_nodes), quick, sweep))
 
@@ -147,23 +136,20 @@ def tune(
     recorder, run = record(unmerged, Budget(min(num_nodes, limit)), prompts, max_new_tokens)
     if not run.steps:
         raise UserError("got prompts that the target answers with nothing; give others")
-    if calibration is None:
-        curve = Curve.observed(recorder.seen)
-    else:
-        curve = Curve.from_calibration(calibration)
-    trust, cut_trust, merged = 1.0, 1.0, curve
-    grown = Grown(reliability=monotone(curve.reliability))
-    if curve.reliability and target.strict_gap is None:
+    points = observed(recorder.seen)
+    if calibration is not None:
+        points = monotone(tuple(row) for row in calibration["reliability"])
+    trust, bundles_trust = 1.0, 1.0
+    if points and target.strict_gap is None:
         on_stage("trees at temperature 1")
-        budget = Budget(min(DRAFT_NODES, limit), growth=grown)
+        budget = Budget(min(DRAFT_NODES, limit), growth=Grown(reliability=points))
         sampled, _ = record(unmerged, budget, prompts, max_new_tokens, temperature=1.0)
-        trust = _sampled_trust(sampled, grown)
-        cut_trust = _sampled_trust(sampled, Grown(reliability=CERTAIN))
-    if lookup_nodes and curve.reliability:
+        trust, bundles_trust = _sampled_trust(sampled, points), _sampled_trust(sampled, CERTAIN)
+    merging = recorder
+    if lookup_nodes and points:
         on_stage("trees with prompt lookup")
-        budget = Budget(min(RECORD_NODES, limit), growth=grown)
+        budget = Budget(min(RECORD_NODES, limit), growth=Grown(reliability=points))
         merging, _ = record(engine, budget, prompts, max_new_tokens)
-        merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
     on_stage("drafting")
     num_nodes = min(DRAFT_NODES, limit)
@@ -171,22 +157,25 @@ def tune(
     costs = costs_of(passes, *drafting, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
-    candidates += [
-        _trusting(candidate, trust)
-        for candidate in _candidates(curve, merged, costs, limit, lookup_nodes)
-    ]
-    candidates.append(Candidate("bundle", engine.budget))
-    if curve.reliability and isinstance(engine.budget.growth, Grown):
-        cut = Candidate("cut", cut_budget(engine.budget.at_most(limit), costs))
-        candidates.append(_trusting(cut, cut_trust))  # as a first use takes them, but for the trust
+    if points:
+        # the reliability is in the probabilities of merged trees
+        growth = Grown(reliability=points if merging is recorder else CERTAIN)
+        figures = _predicted(merging, Budget(limit, growth=growth), costs)
+        trees = Trees(limit, reliability=points)
+        candidates.append(Candidate("paying", trees, **figures, sampled_trust=trust))
+    own = engine.budget.at_most(limit)
+    predicted: dict[str, Any] = {}
+    if isinstance(own.growth, Grown):
+        predicted = _predicted(merging, replace(own, growth=Grown(reliability=CERTAIN)), costs)
+    candidates.append(Candidate("bundle", Trees.of(own), **predicted, sampled_trust=bundles_trust))
     if not quick:
-        candidates = _raced(engine, candidates, prompts, max_new_tokens, on_stage)
-    profile = Profile(key, costs, curve.source, tuple(candidates), choose(candidates))
+        candidates = _raced(engine, costs, candidates, prompts, max_new_tokens, on_stage)
+    source = "run" if calibration is None else "calibration"
+    profile = Profile(key, costs, source, tuple(candidates), choose(candidates))
     if not sweep:
         return TuneReport(profile, [])
     on_stage("sizes of tree")
-    points = static_points(curve, costs, limit) or grown_points(curve, costs, limit)
-    return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
+    return TuneReport(profile, _sweep(engine, recorder, costs, prompts, max_new_tokens))
 
 
 def _forecast(
@@ -212,7 +201,7 @@ def _forecast(
     if merges:
         total += seconds(RECORD_NODES, num_tokens)
     if not quick:
-        for first_round in (plain + 5 * small, plain + small):  # greedy, and at temperature 1
+        for first_round in (plain + 2 * small, plain + small):  # greedy, and at temperature 1
             total += first_round * (RACE_ROUNDS if first_round < RACE_SECONDS else 1)
     if sweep:
         total += plain + sum(seconds(n, num_tokens) for n in SIZES)
@@ -221,6 +210,7 @@ def _forecast(
 
 def _raced(
     engine: Engine,
+    costs: Costs,
     candidates: Sequence[Candidate],
     prompts: Sequence[list[int]],
     max_new_tokens: int,
@@ -229,7 +219,7 @@ def _raced(
     """Returns the candidates with what a race measured; the winner has its gain at temperature 1
     too, except with strict decoding, which is greedy."""
     on_stage("race")
-    engines = {c.name: decoding(engine, c.budget) for c in candidates}
+    engines = {c.name: decoding(engine, c, costs) for c in candidates}
     stats = race(engines, prompts, max_new_tokens)
     measured = [_measured(c, stats[c.name], stats[PLAIN]) for c in candidates]
     chosen = choose(measured)
@@ -242,26 +232,16 @@ def _raced(
     return [replace(c, sampled_gain=gain) if c.name == chosen else c for c in measured]
 
 
-def _sampled_trust(recorder: Recorder, grown: Grown) -> float:
-    """Returns the drafted tokens accepted over those that the growth's reliability expects of the
-    recorded trees, within the bounds of a ProbabilityScaler."""
+def _sampled_trust(recorder: Recorder, points: Points) -> float:
+    """Returns the drafted tokens accepted over those that the reliability expects of the recorded
+    trees, within the bounds of a Trust."""
     expected = accepted = 0.0
     for tree, path in recorder.seen:
         if tree.log_prob_N is not None:
-            worth_N = payoff.probabilities(tree.log_prob_N[1:], grown.reliability)
-            expected += float(worth_N.sum())
+            expected += float(probabilities(tree.log_prob_N[1:], points).sum())
             accepted += len(path) - 1
     trust = accepted / expected if expected else 1.0
     return round(min(LARGEST_TRUST, max(1 / LARGEST_TRUST, trust)), 4)
-
-
-def _trusting(candidate: Candidate, trust: float) -> Candidate:
-    """Returns the candidate with this `sampled_trust` in a grown budget with a reliability."""
-    budget = candidate.budget
-    if budget is None or not isinstance(budget.growth, Grown) or not budget.growth.reliability:
-        return candidate
-    growth = replace(budget.growth, sampled_trust=trust)
-    return replace(candidate, budget=replace(budget, growth=growth))
 
 
 def require_trees(engine: Engine) -> None:
@@ -277,59 +257,13 @@ def choose(candidates: Sequence[Candidate]) -> str:
     return fastest.name if fastest.gain.speedup >= CLEARLY_FASTER else PLAIN
 
 
-def _candidates(
-    curve: Curve, merged: Curve, costs: Costs, limit: int, lookup_nodes: int
-) -> list[Candidate]:
-    """Returns the best candidate of each kind.
-
-    `curve` is the drafter's, `merged` that of its trees with prompt lookup's candidates. A grown
-    tree's places go to the likeliest nodes of both, so `merged` predicts it. A static tree keeps
-    room for lookup's nodes, and its prediction is of the drafter without lookup. Of equal
-    predictions the first is preferred.
-    """
-    found = []
-    own = max(2, limit - lookup_nodes)
-    if points := static_points(curve, costs, own):
-        best = _best(points)
-        room = min(limit, best.budget.max_nodes + lookup_nodes)
-        found.append(_predicted("static", best, replace(best.budget, max_nodes=room)))
-    if points := grown_points(merged, costs, limit):
-        best = _best(points)
-        found.append(_predicted("dynamic", best, _with_reliability(best.budget, curve)))
-    if curve.reliability and found:
-        # what a fixed threshold reaches, choosing at each step reaches too
-        budget = paying_budget(curve, costs, limit)
-        found.append(replace(found[-1], name="paying", budget=budget, nodes=None))
-    return found[::-1]
-
-
-def _best(points: Sequence[Point]) -> Point:
-    return max(points, key=lambda point: point.speedup)
-
-
-def _predicted(name: str, point: Point, budget: Budget) -> Candidate:
-    """Returns the candidate with what the point predicts."""
-    return Candidate(
-        name,
-        budget,
-        round(point.nodes, 2),
-        expected_speedup=round(point.speedup, 4),
-        accepted_length=round(point.accepted_length, 4),
-    )
-
-
-def _with_reliability(budget: Budget, curve: Curve) -> Budget:
-    """Returns a grown `budget` with the drafter's reliability, for the ProbabilityScaler.
-
-    The least probability of the budget is a worth, what reliability makes of the drafter's own
-    probability, and becomes the probability with that worth.
-    """
-    growth, reliability = budget.growth, monotone(curve.reliability)
-    if not isinstance(growth, Grown) or not reliability:
-        return budget
-    predicted, worth = np.array([(0.0, 0.0), *reliability]).T
-    least = float(np.interp(growth.min_probability, worth, predicted))
-    return replace(budget, growth=replace(growth, min_probability=least, reliability=reliability))
+def _predicted(recorder: Recorder, budget: Budget, costs: Costs) -> dict[str, Any]:
+    """Returns a candidate's figures, as the recorded trees would give them with this budget."""
+    if not recorder.seen:
+        return {}
+    nodes, gain = replayed(recorder.seen, budget, costs)
+    lengths = {"nodes": round(nodes, 2), "accepted_length": gain.accepted_length}
+    return {**lengths, "expected_speedup": gain.speedup}
 
 
 def _gain(stats: Stats, plain: Stats) -> Gain:
@@ -356,19 +290,22 @@ def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
 
 
 def _sweep(
-    engine: Engine, points: Sequence[Point], prompts: Sequence[list[int]], max_new_tokens: int
+    engine: Engine,
+    recorder: Recorder,
+    costs: Costs,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
 ) -> list[dict[str, float]]:
     """Returns the predicted and measured speed-ups of the drafter without lookup, by tree size."""
-    shown = {f"{p.nodes:.1f}": p for p in points if p.budget.max_nodes in SIZES}
-    engines = {name: engine.observed(without_lookup, point.budget) for name, point in shown.items()}
-    engines[PLAIN] = decoding(engine, None)
+    largest = max(tree.num_nodes for tree, _ in recorder.seen)
+    budgets = {f"{n}": Budget(n) for n in SIZES if 1 < n <= largest}
+    engines = {name: engine.observed(without_lookup, budget) for name, budget in budgets.items()}
+    engines[PLAIN] = engine.observed(lambda _: PlainProposer(), Budget(1))
     stats = race(engines, prompts, max_new_tokens, num_rounds=1)
     plain = stats[PLAIN].tokens_per_second
-    return [
-        {
-            "nodes": round(point.nodes, 2),
-            "predicted": round(point.speedup, 4),
-            "measured": round(stats[name].tokens_per_second / plain, 4),
-        }
-        for name, point in shown.items()
-    ]
+    rows = []
+    for name, budget in budgets.items():
+        nodes, gain = replayed(recorder.seen, budget, costs)
+        measured = round(stats[name].tokens_per_second / plain, 4)
+        rows.append({"nodes": round(nodes, 2), "predicted": gain.speedup, "measured": measured})
+    return rows

@@ -1,7 +1,7 @@
 """Measures, when a bundle is first opened on a machine, what passes and drafts cost there.
 
 Drafting is safe without `tune`: with these costs trees are sized by the tokens that a millisecond
-is expected to give, and drafting rests where it does not pay (see pace/adaptive.py). `tune` decodes
+is expected to give, and drafting pauses where it does not pay (see pace/pacer.py). `tune` decodes
 real prompts as well, and finds more.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,9 +17,8 @@ from spec_runtime.bundle.manifest import DrafterInfo
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import LockedError
-from spec_runtime.pace.curve import Curve, cut_budget, grown_points, paying_budget
+from spec_runtime.pace.costs import Costs
 from spec_runtime.pace.measured import (
-    Recorder,
     costs_of,
     draft_ms,
     measure_passes,
@@ -30,14 +28,15 @@ from spec_runtime.pace.measured import (
 from spec_runtime.pace.profile import (
     FIRST_USE,
     Candidate,
-    Costs,
     Key,
     Profile,
+    Trees,
     find,
     reserved,
     write,
 )
-from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.pace.reliability import monotone
+from spec_runtime.trees.budget import Budget
 
 SIZES = (1, 8, 16, 4, 32, 2)  # the last ones are left out where passes are slow
 WAIT_SECONDS = 10.0  # for another process
@@ -98,7 +97,7 @@ def _measured(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
     recorder, run = record(unmerged, Budget(num_nodes), [prompt], num_tokens, ignore_eos=True)
     drafting = draft_ms(unmerged, recorder, prompt, num_nodes, NUM_DEPTHS, num_tokens)
     costs = costs_of(passes, *drafting, run)
-    chosen = _candidate(engine, recorder, costs, limit, entry)
+    chosen = _candidate(engine, costs, limit, entry)
     profile = Profile(key, costs, FIRST_USE, (chosen,), chosen.name)
     log.info(
         "measured in %.1f s what drafts with %s cost on this machine, once for this bundle%s",
@@ -109,32 +108,27 @@ def _measured(engine: Engine, key: Key, entry: DrafterInfo | None) -> Profile:
     return profile
 
 
-def _candidate(
-    engine: Engine,
-    recorder: Recorder,
-    costs: Costs,
-    limit: int,
-    entry: DrafterInfo | None,
-) -> Candidate:
-    """Returns the bundle's trees, cut at each step where more nodes do not pay, if they are grown
-    or the drafter was calibrated; else the bundle's trees. What the manifest says of the drafter's
-    accepted length is what each text begins with."""
-    known = {} if entry is None else entry.calibration or {}
-    curve = Curve.from_calibration(known) if known else None
-    if curve is not None and curve.reliability:
-        best = max(grown_points(curve, costs, limit), key=lambda point: point.speedup)
-        return Candidate(
-            "paying",
-            paying_budget(curve, costs, limit),
-            expected_speedup=round(best.speedup, 4),
-            accepted_length=round(best.accepted_length, 4),
-        )
-    growth, max_nodes = engine.budget.growth, min(engine.budget.max_nodes, limit)
-    gain: dict[str, Any] = {}
-    if entry is not None and (length := entry.expected_accepted_length) is not None:
-        speedup = length * costs.plain / costs.of(max_nodes / 2, max(1.0, length))
-        gain = {"accepted_length": round(length, 4), "expected_speedup": round(speedup, 4)}
-    has_odds = all(tree.num_nodes == 1 or tree.log_prob_N is not None for tree, _ in recorder.seen)
-    if not isinstance(growth, Grown) or not has_odds:
-        return Candidate("bundle", engine.budget, **gain)
-    return Candidate("paying", cut_budget(engine.budget.at_most(max_nodes), costs), **gain)
+def _candidate(engine: Engine, costs: Costs, limit: int, entry: DrafterInfo | None) -> Candidate:
+    """Returns the bundle's trees, and of a calibrated drafter the reliability. What the manifest
+    says of its accepted length is what each request begins with."""
+    trees = Trees.of(engine.budget.at_most(limit))
+    lengths: dict[float, float] = {}  # by the nodes of a tree
+    if entry is not None and entry.expected_accepted_length is not None:
+        lengths = {trees.max_nodes / 2: entry.expected_accepted_length}
+    if entry is not None and entry.calibration is not None:
+        trees = Trees(limit, reliability=monotone(entry.calibration["reliability"]))
+        lengths = {float(n): of for n, of in entry.calibration["accepted_length"].items()}
+    gains = [
+        (length * costs.plain / costs.of(nodes, max(1.0, length)), length)
+        for nodes, length in lengths.items()
+        if length > 0
+    ]
+    if not gains:
+        return Candidate("bundle", trees)
+    speedup, length = max(gains)
+    return Candidate(
+        "bundle",
+        trees,
+        expected_speedup=round(speedup, 4),
+        accepted_length=round(length, 4),
+    )

@@ -14,7 +14,7 @@ from spec_runtime.loop.proposer import Drafting, Proposer
 from spec_runtime.loop.stats import Stats
 from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import LOGITS, Target, Wants
-from spec_runtime.pace.profile import Costs, PassCosts
+from spec_runtime.pace.costs import Costs, PassCosts
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget

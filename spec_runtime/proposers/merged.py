@@ -18,11 +18,11 @@ from spec_runtime.loop.step import Step
 from spec_runtime.proposers.suffix_automaton import Match
 from spec_runtime.proposers.text_index import TextIndex
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import AlongTruth, Budget, Grown
 from spec_runtime.trees.grow import merge
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.worth import probabilities
 
 # The last nodes of a static tree are about so likely; lookup takes their places, so that its own
 # have to be likelier.
@@ -64,10 +64,6 @@ class MergedProposer(ProposerWrapper):
         """The proposer without lookup."""
         return self._proposer
 
-    def with_drafter(self, drafter: Proposer) -> MergedProposer:
-        """Returns a proposer that merges lookup into another drafter's trees as this one does."""
-        return MergedProposer(drafter, self.lookup_nodes)
-
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         super().start(prompt, features_TF, reused)
         self._index.extend(prompt[reused:])
@@ -85,7 +81,7 @@ class MergedProposer(ProposerWrapper):
         return self._competing(drafted, budget, growth)
 
     def looking_up(self, token: int, budget: Budget) -> Drafting:
-        """Drafts as `drafting` does while the drafter rests: by lookup alone."""
+        """Drafts as `drafting` does while the drafter pauses: by lookup alone."""
         yield from super().drafting(token, budget.within(0))
         return self._found(token, budget)
 
@@ -114,17 +110,16 @@ class MergedProposer(ProposerWrapper):
         return merge(found, drafted, budget.max_nodes)
 
     def _competing(self, drafted: TokenTree, budget: Budget, growth: Grown) -> TokenTree:
-        """Returns the likeliest nodes of both, as many as pay.
+        """Returns the likeliest nodes of both, as many as are worth their time.
 
-        The drafter's probabilities count as much as its reliability says, and as it is trusted.
+        The drafter's probabilities count as much as its reliability says.
         """
         index = self._index
         log_prob_N = np.zeros(1) if drafted.log_prob_N is None else drafted.log_prob_N
         points = growth.reliability
-        worth_N = np.minimum(1.0, self.trust * payoff.probabilities(log_prob_N[1:], points))
-        worth = [1.0, *worth_N.tolist()]
+        accepted = [1.0, *probabilities(log_prob_N[1:], points).tolist()]
         coupling = budget.coupling
-        floor = float(payoff.probabilities([growth.log_floor], points)[0])
+        floor = float(probabilities([growth.log_floor], points)[0])
 
         def children(place: _Place, least: float) -> Iterable[tuple[int, float]]:
             node, here, depth = place
@@ -132,7 +127,7 @@ class MergedProposer(ProposerWrapper):
                 found = dict(index.continuations(here, least))
             else:
                 found = dict(coupling.probabilities(depth + 1, index.continuations(here)))
-            return combined(guessed_below(drafted, worth, node), found).items()
+            return combined(guessed_below(drafted, accepted, node), found).items()
 
         def enter(place: _Place, token: int) -> _Place:
             node, here, depth = place
@@ -140,19 +135,20 @@ class MergedProposer(ProposerWrapper):
             return child, index.advance(here, token), depth + 1
 
         root: _Place = (0, index.end(), 0)
-        # the probabilities are worths already, not predictions, and they have been coupled
-        priced = Grown(floor, growth.step_ms, growth.level_ms, rate=growth.rate)
-        budget = replace(budget, growth=priced, coupling=None)
+        # the reliability is in the probabilities already, and they have been coupled
+        budget = replace(budget, growth=Grown(floor, terms=growth.terms), coupling=None)
         num_levels = max(1, int(drafted.depth_N.max()))
         return grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, num_levels)
 
 
-def guessed_below(drafted: TokenTree, worth: Sequence[float], node: int | None) -> dict[int, float]:
+def guessed_below(
+    drafted: TokenTree, accepted: Sequence[float], node: int | None
+) -> dict[int, float]:
     """Returns the probability of each token that a drafter's tree has after `node`; nothing where
-    `node` is None, outside of the tree. `worth` is the probability of each node's path."""
-    if node is None or not worth[node]:
+    `node` is None, outside of the tree. `accepted` is the probability of each node's path."""
+    if node is None or not accepted[node]:
         return {}
-    return {int(drafted.token_N[c]): worth[c] / worth[node] for c in drafted.children(node)}
+    return {int(drafted.token_N[c]): accepted[c] / accepted[node] for c in drafted.children(node)}
 
 
 def combined(guessed: Mapping[int, float], found: Mapping[int, float]) -> Mapping[int, float]:

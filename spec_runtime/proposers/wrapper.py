@@ -22,11 +22,6 @@ class ProposerWrapper(WithRuns):
     def run_seconds(self) -> float:
         return self._proposer.run_seconds
 
-    @property
-    def trust(self) -> float:
-        """Factor on every path's probability, in addition to the budget's own trust."""
-        return self._proposer.trust if isinstance(self._proposer, ProposerWrapper) else 1.0
-
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         self._proposer.start(prompt, features_TF, reused)
 

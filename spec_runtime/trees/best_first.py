@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from spec_runtime.trees.budget import Budget, Grown
-from spec_runtime.trees.grow import TreeBuilder, cut_to_paying
-from spec_runtime.trees.payoff import Outlook
+from spec_runtime.trees.grow import TreeBuilder, cut
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.worth import Outlook
 
 Place = TypeVar("Place")  # what the caller knows of a node
 
@@ -37,10 +37,9 @@ def grow_best_first(
     """
     tree, log_prob = TreeBuilder(root_token), [0.0]
     growth = budget.growth if isinstance(budget.growth, Grown) else Grown()
-    min_probability, extra_ms = growth.min_probability, (num_levels - 1) * growth.level_ms
-    outlook = None
-    if growth.step_ms:
-        outlook = Outlook(growth.step_ms, growth.reliability, extra_ms, growth.rate)
+    min_probability, outlook = growth.min_probability, None
+    if growth.terms is not None:
+        outlook = Outlook(growth.terms, growth.reliability, num_levels)
     max_depth = math.inf if budget.max_depth is None else budget.max_depth
     coupling = budget.coupling
     # an entry: (- probability of the path, ticket, depth, parent node, parent's place, token)
@@ -65,4 +64,4 @@ def grow_best_first(
         node, path = tree.add(parent, token), -cost
         log_prob.append(math.log(path))
         place = enter(place, token)
-    return cut_to_paying(tree.build(log_prob), growth, num_levels)
+    return cut(tree.build(log_prob), growth, num_levels)

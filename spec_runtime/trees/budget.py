@@ -17,6 +17,7 @@ import numpy as np
 from spec_runtime.errors import UserError
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import Draws
+from spec_runtime.trees.worth import Terms
 
 RankPath = tuple[int, ...]  # a node by its candidates' ranks from the root down
 
@@ -25,32 +26,18 @@ RankPath = tuple[int, ...]  # a node by its candidates' ranks from the root down
 class Grown:
     """Grows the most probable paths, and cuts the tree where more nodes would not pay.
 
-    min_probability: nodes whose path probability is below it are left out. step_ms: the time t(n)
-    in milliseconds of a step with n = 1, 2, … max_nodes nodes; if it is given, the tree is cut
-    where most tokens are expected a millisecond (payoff.py). level_ms: what each level of drafting
-    after the first adds, for a drafter that runs its levels one by one. reliability: what a path's
-    probability is worth, as points (predicted, observed), ascending in both; without points a
-    probability is worth itself. sampled_trust: by what `at` multiplies this worth at temperature 1.
-    rate: tokens a millisecond of many steps, where it is known.
+    min_probability: nodes whose path probability is below it are left out. reliability: how often
+    paths are accepted, as points (predicted, observed), ascending in both; without points as often
+    as predicted. terms: what nodes cost now, if it is known.
     """
 
     min_probability: float = 0.0
-    step_ms: tuple[float, ...] = ()
-    level_ms: float = 0.0
     reliability: tuple[tuple[float, float], ...] = ()
-    sampled_trust: float = 1.0
-    rate: float = 0.0
+    terms: Terms | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_probability <= 1.0:
             raise UserError(f"got min_probability {self.min_probability}, expected 0 to 1")
-        if self.step_ms and (min(self.step_ms) <= 0 or self.level_ms < 0):
-            raise UserError(
-                f"got step times from {min(self.step_ms)} ms and level_ms {self.level_ms}, "
-                "expected positive ones"
-            )
-        if self.sampled_trust <= 0:
-            raise UserError(f"got sampled_trust {self.sampled_trust}, expected more than 0")
         for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
             if not (x < next_x <= 1 and y <= next_y <= 1):
                 raise UserError(
@@ -62,19 +49,6 @@ class Grown:
     def log_floor(self) -> float:
         """The logarithm of `min_probability`, minus infinity where that is 0."""
         return math.log(self.min_probability) if self.min_probability > 0 else -math.inf
-
-    def trusting(self, trust: float) -> Grown:
-        """Returns the growth for paths that are worth `trust` times what the reliability says.
-
-        With step times, the least probability only spares nodes that can never pay, so it falls
-        where more nodes may. Without them it stands for the least worth that is asked for.
-        """
-        least = self.min_probability / (max(1.0, trust) if self.step_ms else trust)
-        return replace(
-            self,
-            min_probability=min(1.0, least),
-            reliability=tuple((p, min(1.0, trust * seen)) for p, seen in self.reliability),
-        )
 
 
 @dataclass(frozen=True)
@@ -170,10 +144,6 @@ class Budget:
         if self.max_depth is not None and self.max_depth < 0:
             raise UserError(f"got max_depth {self.max_depth}, expected 0 or more")
         match self.growth:
-            case Grown(step_ms=step_ms) if 0 < len(step_ms) < self.max_nodes:
-                raise UserError(
-                    f"got {len(step_ms)} step times, expected those for 1 to {self.max_nodes} nodes"
-                )
             case Static(paths) if len(paths) >= self.max_nodes:
                 raise UserError(
                     f"got {len(paths)} paths, expected different ones, fewer than max_nodes, "
@@ -189,18 +159,6 @@ class Budget:
     def is_root_only(self) -> bool:
         """True if no node fits but the root."""
         return self.max_nodes == 1 or self.max_depth == 0
-
-    def at(self, temperature: float) -> Budget:
-        """Returns the budget for texts drawn at this temperature, which are harder to guess.
-
-        A grown tree with a reliability is trusted by `sampled_trust` at temperature 1 and above,
-        and in proportion below.
-        """
-        growth = self.growth
-        if not temperature or not isinstance(growth, Grown) or not growth.reliability:
-            return self
-        trust = 1 + min(temperature, 1.0) * (growth.sampled_trust - 1)
-        return self if trust == 1 else replace(self, growth=growth.trusting(trust))
 
     def rooted_at(self, position: int) -> Budget:
         """Returns this budget for a root at `position`."""

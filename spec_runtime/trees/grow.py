@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 
-from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown, RankPath, Static
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import Draws, TokenTree
+from spec_runtime.trees.worth import probabilities
 
 
 class TreeBuilder:
@@ -74,7 +74,7 @@ def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
             guesses = guesses.coupled(budget.coupling)
         max_depth = _max_depth(budget, len(guesses))
         tree = _best_paths(root_token, guesses, max_depth, budget.max_nodes, growth.log_floor)
-        return cut_to_paying(tree, growth)
+        return cut(tree, growth)
     level = itertools.count()
 
     def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -199,21 +199,15 @@ def _grow_best(
             break
         kept = heapq.nsmallest(max_nodes - 1, pool)
         level = [guess for guess in kept if guess[1] >= num_before][:max_width]
-        if growth.step_ms and not payoff.another_level_pays(
-            _worth(kept, growth),
-            _worth(level, growth),
-            growth.step_ms,
-            growth.level_ms,
-            num_run=depth,
-            num_left=max_depth - depth,
-            rate=growth.rate,
+        if growth.terms is not None and not growth.terms.is_another_level_worth_it(
+            _probabilities(kept, growth), _probabilities(level, growth), depth, max_depth - depth
         ):
             break
         for cost, _, parent, token in level:
             expanded.add(parent, token)
             log_prob.append(-cost)
     best = heapq.nsmallest(max_nodes - 1, pool)
-    return cut_to_paying(_rerank(root_token, best, expanded), growth, num_run)
+    return cut(_rerank(root_token, best, expanded), growth, num_run)
 
 
 def _guess(
@@ -249,23 +243,21 @@ def _rerank(root_token: int, guesses: list[_Guess], expanded: TreeBuilder) -> To
     return tree.build(path_log_prob)
 
 
-def _worth(guesses: list[_Guess], growth: Grown) -> np.ndarray:
-    return payoff.probabilities([-cost for cost, *_ in guesses], growth.reliability)
+def _probabilities(guesses: list[_Guess], growth: Grown) -> np.ndarray:
+    return probabilities([-cost for cost, *_ in guesses], growth.reliability)
 
 
-def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenTree:
-    """Cuts the tree where more nodes do not pay by the growth's times, if it has any.
+def cut(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenTree:
+    """Cuts the tree where more nodes are not worth their time by the growth's terms, if it has any.
 
     Nodes are in order of falling probability, so the best tree is one of the prefixes. `num_levels`
     of drafting were run.
     """
-    if not growth.step_ms or tree.num_nodes == 1:
+    if growth.terms is None or tree.num_nodes == 1:
         return tree
     assert tree.log_prob_N is not None, "a tree without probabilities"
-    worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
-    extra_ms = (num_levels - 1) * growth.level_ms
-    n, _ = payoff.best_size(worth_N, growth.step_ms, extra_ms, growth.rate)
-    return tree.first(n)
+    accepted_N = probabilities(tree.log_prob_N[1:], growth.reliability)
+    return tree.first(growth.terms.best_size(accepted_N, num_levels)[0])
 
 
 def _grow_along(root_token: int, truth: Sequence[int]) -> Growing:

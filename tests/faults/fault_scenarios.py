@@ -17,6 +17,7 @@ from typing import Any
 from fault_processes import Running, call
 
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.files import mapping
 from spec_runtime.files.writing import sha256
 from spec_runtime.pace import profile
 
@@ -353,9 +354,9 @@ class Tune(Measuring):
         if len(found) != 1:
             raise Damaged(f"there are {len(found)} profiles")
         try:
-            kept = profile.from_json(json.loads(found[0].read_text()))
+            kept = mapping.from_mapping(profile.Profile, json.loads(found[0].read_text()), "kept")
             figures = json.loads((place / "tune.json").read_text())
-            written = profile.from_json(figures["profile"])
+            written = mapping.from_mapping(profile.Profile, figures["profile"], "written")
         except (OSError, ValueError, KeyError) as error:
             raise Damaged(str(error)) from error
         return found[0].name, kept.key, written.key

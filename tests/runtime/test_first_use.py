@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_clock import FakeClock
 from small import toy_engine
@@ -19,9 +21,10 @@ from spec_runtime.loop.proposer import PlainProposer, WithoutRuns
 from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import LOGITS, Target
 from spec_runtime.pace import first_use, profile
-from spec_runtime.pace.adaptive import CONTEXT_ROWS, FIRST_REST, DraftPauser
+from spec_runtime.pace.costs import Gain, PassCosts
 from spec_runtime.pace.measured import measure_passes
-from spec_runtime.pace.profile import Gain, PassCosts, Profile
+from spec_runtime.pace.pacer import CONTEXT_ROWS, FIRST_PAUSE, Known, Pacer
+from spec_runtime.pace.profile import Candidate, Profile, Trees
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
@@ -57,12 +60,10 @@ def test_a_bundle_is_measured_once(
     assert found is not None
     assert (found.curve, found.is_tuned, profile.path_of(key)) == (profile.FIRST_USE, False, file)
     assert [n for n, _ in found.costs.verify] == [1, 2, 4, 8, 16]
-    assert isinstance(first.proposer, DraftPauser)
-    assert first.budget == found.choice.budget
+    assert isinstance(first.proposer, Pacer)
+    assert found.choice.trees is not None
+    assert first.budget == found.choice.trees.budget()
     assert not first.is_tuned
-    growth = first.budget.growth
-    assert isinstance(growth, Grown)
-    assert bool(growth.step_ms) == (drafter != "lookahead")  # whose nodes have no probabilities
     assert first.generate("hello", max_new_tokens=30).token_ids == expected
     before = file.read_bytes()
     opened_anew(toy_graphs, folder, drafter=drafter, threads=1)
@@ -139,6 +140,44 @@ def test_sizes_are_left_out_where_passes_are_slow() -> None:
     assert target.length == 0
 
 
+def test_slow_moments_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight passes of a size three take four times as long as the others."""
+    clock, num_passes = FakeClock(), 0
+    monkeypatch.setattr("time.perf_counter", clock.read)
+    target = toy_engine().target
+    verify = target.verify
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        clock.now += 40.0 if num_passes // 3 % 8 > 4 else 10.0
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(target, "verify", timed)
+    (found,) = measure_passes(target, [1, 2, 3], (1, 4), LOGITS, seconds=0.0, least=8)
+    assert {ms for _, ms in found.verify} == {10_000.0} == {found.plain}
+
+
+def test_what_a_request_begins_with_is_what_the_manifest_says() -> None:
+    """Without a calibration trees are half full; with one, of the size that is fastest here."""
+    engine: Any = SimpleNamespace(budget=Budget(8, growth=Grown(0.05)))
+    entry: Any = SimpleNamespace(expected_accepted_length=None, calibration=None)
+    bundles_own = first_use._candidate(engine, COSTS, 4, entry)
+    assert bundles_own == Candidate("bundle", Trees(4, 0.05))
+    assert bundles_own.known.gain is None
+    entry.expected_accepted_length = 2.1
+    found = first_use._candidate(engine, COSTS, 4, entry)
+    assert found.expected_speedup == pytest.approx(2.1 * 10 / COSTS.of(2, 2.1), abs=1e-4)
+    assert found.known.gain == found.gain
+    entry.calibration = {
+        "reliability": [[0.5, 0.4, 9], [0.9, 0.8, 5]],
+        "accepted_length": {"2": 1.5, "4": 1.9},
+    }
+    found = first_use._candidate(engine, COSTS, 4, entry)
+    assert found.trees == Trees(4, 0.0, ((0.5, 0.4), (0.9, 0.8)))
+    assert (found.accepted_length, found.gain.speedup) == (1.9, round(19 / COSTS.of(4, 1.9), 4))
+
+
 def test_where_nothing_can_be_kept_it_is_measured_each_time(
     tmp_path: Path, toy_graphs: list[ToyTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +185,7 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     folder = write_bundle(tmp_path, ("parallelspec",))
     for _ in range(2):
-        assert isinstance(opened_anew(toy_graphs, folder, threads=1).proposer, DraftPauser)
+        assert isinstance(opened_anew(toy_graphs, folder, threads=1).proposer, Pacer)
 
 
 def test_plain_decoding_needs_no_costs(
@@ -171,52 +210,52 @@ def test_costs_are_those_of_the_context() -> None:
 class Noting(WithoutRuns, ProposerWrapper):
     """Drafts two tokens, and notes the budgets."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_prob_N: np.ndarray | None = None) -> None:
         super().__init__(PlainProposer())
         self.budgets: list[Budget] = []
+        self._log_prob_N = log_prob_N
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self.budgets.append(budget)
-        return TokenTree.chain([token] if budget.is_root_only else [token, 1, 2])
-
-
-def priced(costs: Any = FAR) -> Budget:
-    return Budget(4, growth=Grown(step_ms=costs.step_ms(4)))
+        if budget.is_root_only:
+            return TokenTree.root(token)
+        return replace(TokenTree.chain([token, 1, 2]), log_prob_N=self._log_prob_N)
 
 
 def test_trees_have_the_step_times_of_their_context() -> None:
     noting = Noting()
-    pauser = DraftPauser(noting, FAR, Gain(2.0, 1.5))
-    pauser.start([1] * (8 * CONTEXT_ROWS - 1), None, 0)
+    pacer = Pacer(noting, FAR, Known(Gain(2.0, 1.5)))
+    pacer.start([1] * (8 * CONTEXT_ROWS - 1), None, 0)
     for _ in range(2):
-        pauser.propose(1, priced())
-        pauser.commit(Step([1, 1], 1))
-    first, second = (budget.growth for budget in noting.budgets)
-    assert isinstance(first, Grown)
-    assert isinstance(second, Grown)
-    assert first.step_ms == FAR.at(7 * CONTEXT_ROWS).step_ms(4)
-    assert second.step_ms == FAR.at(8 * CONTEXT_ROWS).step_ms(4)
+        pacer.propose(1, Budget(4))
+        pacer.commit(Step([1, 1], 1))
+    for number, budget in zip((7, 8), noting.budgets, strict=True):
+        assert isinstance(budget.growth, Grown)
+        assert budget.growth.terms is not None
+        costs = FAR.at(number * CONTEXT_ROWS)
+        assert [*budget.growth.terms.step_ms] == [*costs.step_ms(4)]
+        assert budget.growth.terms.rate >= 1 / costs.plain
 
 
-def test_a_rest_is_longer_where_steps_lost_more() -> None:
+def test_a_pause_is_longer_where_steps_lost_more() -> None:
     noting = Noting()
     dear = replace(COSTS, verify=((1, 9.0), (4, 33.0)))  # a draft of two loses 1.7 plain steps
-    pauser = DraftPauser(noting, dear)
-    pauser.start([1], None, 0)
+    pacer = Pacer(noting, dear)
+    pacer.start([1], None, 0)
     for _ in range(200):
-        pauser.propose(1, Budget(4))
-        pauser.commit(Step([1], 0))
+        pacer.propose(1, Budget(4))
+        pacer.commit(Step([1], 0))
     drafted = [not budget.is_root_only for budget in noting.budgets]
-    rest = round(1.4 * FIRST_REST)  # 2 - 1.7 - 1.7
-    assert [i for i, each in enumerate(drafted) if each] == [0, 1, 2 + rest]
+    pause = round(1.4 * FIRST_PAUSE)  # 2 - 1.7 - 1.7
+    assert [i for i, each in enumerate(drafted) if each] == [0, 1, 2 + pause]
 
 
-def test_lookup_that_costs_nothing_never_rests() -> None:
-    noting = Noting()
+def test_lookup_that_costs_nothing_is_never_paused() -> None:
+    noting = Noting(np.log([1.0, 0.5, 0.3]))
     free = replace(COSTS, draft=0.1)
-    pauser = DraftPauser(noting, free)
-    pauser.start([1], None, 0)
+    pacer = Pacer(noting, free)
+    pacer.start([1], None, 0)
     for _ in range(100):
-        pauser.propose(1, priced(free))
-        pauser.commit(Step([1], 0))
+        pacer.propose(1, Budget(4))
+        pacer.commit(Step([1], 0))
     assert not any(budget.is_root_only for budget in noting.budgets)

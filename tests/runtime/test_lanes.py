@@ -22,18 +22,11 @@ from spec_runtime import AsyncEngine, Engine, Session, UserError
 from spec_runtime.backends import GraphRun, run_each
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
+from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.result import Chunk, GenerationResult
 from spec_runtime.loop.target import PREFILL_ROWS, Asked, Wants, verify_together
-from spec_runtime.pace.row_budget import (
-    EXPLORING,
-    FIRST_REST,
-    LEARNT_PASSES,
-    PROBE_STEPS,
-    SHARED_ROWS,
-    Gain,
-    Line,
-    RowBudget,
-)
+from spec_runtime.pace.pacer import FIRST_PAUSE, LONGEST_PAUSE, MOST_CREDIT, Pacer, Pause
+from spec_runtime.pace.shared import EXPLORING, LEARNT_PASSES, SHARED_ROWS, TRIAL, Line, SharedPace
 from spec_runtime.queue.async_engine import MAX_UNREAD
 from spec_runtime.queue.engine_queue import Job
 from spec_runtime.trees.budget import Budget, Grown
@@ -45,13 +38,6 @@ PROMPTS = [f"{'ab' * n} say" for n in range(1, 9)]
 def results_of(batch: Batch, calls: Sequence[Any]) -> list[GenerationResult]:
     results = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result is not None}
     return [results[n] for n in range(len(calls))]
-
-
-def tree(*probabilities: float) -> TokenTree:
-    """Returns a root with so many children, of these probabilities."""
-    n = len(probabilities) + 1
-    log_probs = np.log([1.0, *probabilities])
-    return TokenTree(np.arange(n), np.zeros(n, np.int64), log_probs)
 
 
 # ----------------------------------------------------------------------------- what is answered
@@ -386,82 +372,139 @@ def test_a_line_is_fitted_to_the_passes_seen() -> None:
     assert line.seconds(8) < 0.06
 
 
-def learnt(base: float, slope: float, num_lanes: int) -> RowBudget:
-    """Returns a budget that knows these costs."""
-    budget = RowBudget()
+def learnt(base: float, slope: float, num_requests: int) -> SharedPace:
+    """Returns a pace that knows these costs."""
+    pace = SharedPace()
     for i in range(LEARNT_PASSES + EXPLORING + 1):
-        rows = num_lanes * (1 + i % 3)
-        budget.add(num_lanes, rows, base + slope * rows)
-    return budget
+        rows = num_requests * (1 + i % 3)
+        pace.add(num_requests, rows, base + slope * rows)
+    return pace
 
 
-def test_nodes_go_where_they_are_likeliest_to_be_accepted() -> None:
-    trees = [tree(0.9, 0.6, 0.05), tree(0.3, 0.1), tree()]
-    # nothing costs more rows: all stay. Everything does: none
-    assert learnt(0.1, 0.0, 3).sizes(trees, 3, 0, 0.0) == [4, 3, 1]
-    assert learnt(0.0, 0.1, 3).sizes(trees, 3, 0, 0.0) == [1, 1, 1]
-    # (3 + .9 + .6) / (.1 + .02 · 5) beats both one node more and one less
-    budget = learnt(0.1, 0.02, 3)
-    sizes = budget.sizes(trees, 3, 0, 0.0)
-    rates = {}
+WORTHS = [np.array(each) for each in ((0.9, 0.6, 0.05), (0.3, 0.1), ())]
+HOST = 0.001  # seconds of a step that drafts, at first
+
+
+@pytest.mark.parametrize(
+    ("base", "slope", "rows", "seconds"),
+    [
+        (0.1, 0.02, 0, 0.0),
+        (0.1, 0.02, 0, 0.05),  # a prompt's rows make each committed token dearer, and nodes cheaper
+        (0.1, 0.02, 4, 0.0),  # rows of trees that are not cut do so too
+        (0.002, 0.0012, 0, 0.0),  # where the host's seconds decide
+        (0.1, 0.0, 0, 0.0),
+        (0.0, 0.1, 0, 0.0),
+    ],
+)
+def test_nodes_go_where_they_are_likeliest_to_be_accepted(
+    base: float, slope: float, rows: int, seconds: float
+) -> None:
     falling = [0.9, 0.6, 0.3, 0.1, 0.05]
-    for k in range(6):
-        host = 3 * budget._host_seconds[True]
-        rates[k] = (3 + sum(falling[:k])) / (0.1 + 0.02 * (3 + k) + host)
-    best = max(rates, key=lambda k: rates[k])
-    assert 0 < best < 5
-    least = falling[best - 1]
-    assert sizes == [
-        1 + sum(p >= least for p in each) for each in ((0.9, 0.6, 0.05), (0.3, 0.1), ())
-    ]
-    # a prompt's rows in the same pass make each committed token dearer, and nodes cheaper
-    assert sum(budget.sizes(trees, 3, 0, 1.0)) >= sum(sizes)
+
+    def rate(k: int) -> float:
+        pass_seconds = base + slope * (rows + 3 + k)
+        return (3 + sum(falling[:k])) / (pass_seconds + seconds + 3 * HOST)
+
+    best = max(range(6), key=rate)
+    kept = falling[:best]
+    expected = [1 + sum(p in kept for p in each) for each in WORTHS]
+    assert learnt(base, slope, 3).sizes(WORTHS, 3, rows, seconds) == expected
+
+
+def test_the_seconds_of_the_host_count() -> None:
+    """By the passes alone no node pays; what the host takes besides makes a token dearer."""
+    worths = [np.array([0.6])] * 2
+    assert learnt(0.0, 0.001, 2).sizes(worths, 2, 0, 0.0) == [2, 2]
+    pace = learnt(0.0, 0.001, 2)
+    pace._host_seconds[True] = 0.0
+    assert pace.sizes(worths, 2, 0, 0.0) == [1, 1]
 
 
 def test_costs_are_learnt_from_trees_of_several_sizes() -> None:
-    budget, seen = RowBudget(), set()
+    pace, seen = SharedPace(), set()
     for _ in range(LEARNT_PASSES):
-        sizes = budget.sizes([tree(0.5, 0.4, 0.3)] * 2, 2, 0, 0.0)
+        sizes = pace.sizes([np.array([0.5, 0.4, 0.3])] * 2, 2, 0, 0.0)
         seen.add(tuple(sizes))
-        budget.add(2, sum(sizes), 0.01)
+        pace.add(2, sum(sizes), 0.01)
     assert seen == {(4, 4), (2, 2), (1, 1)}
 
 
 def test_other_numbers_of_lanes_begin_with_what_rows_cost() -> None:
-    budget = RowBudget()
+    pace = SharedPace()
     for n in range(4 * LEARNT_PASSES):
         rows = 2 + n % 5
-        budget.add(2, rows, 0.01 + 0.001 * rows)
-    budget.add(3, 3, 5.0)  # which opens the graph
-    line = budget.line(3)
+        pace.add(2, rows, 0.01 + 0.001 * rows)
+    pace.add(3, 3, 5.0)  # which opens the graph
+    line = pace.line(3)
     assert line.num_seen >= LEARNT_PASSES
     assert line.seconds(9) - line.seconds(3) == pytest.approx(0.006, rel=0.1)
-    budget.add(3, 3, 0.03)
-    assert budget.line(2).seconds(3) == pytest.approx(0.013, rel=0.1), "it is a copy"
+    pace.add(3, 3, 0.03)
+    assert pace.line(2).seconds(3) == pytest.approx(0.013, rel=0.1), "it is a copy"
 
 
-def test_a_lane_rests_while_its_drafts_do_not_pay() -> None:
-    gain = Gain()
-    for rest in (FIRST_REST, 2 * FIRST_REST):
-        for _ in range(PROBE_STEPS):
-            assert not gain.is_resting
-            gain.add(0, price=0.2)
-        for _ in range(rest):
-            assert gain.is_resting
-            gain.add(0, price=0.2)
-    for _ in range(2 * PROBE_STEPS):
-        assert not gain.is_resting
-        gain.add(1, price=0.2)
+class Drafted(Pacer):
+    """A pacer whose drafter ran in the last step."""
+
+    has_drafted = True
+
+    def __init__(self) -> None:
+        super().__init__(PlainProposer())
+        self.pause = Pause(MOST_CREDIT)
 
 
-def test_a_call_begins_with_what_other_lanes_drafts_were_worth() -> None:
-    budget = learnt(0.01, 0.01, 2)
-    assert not budget.new_gain(2).is_resting  # nothing is known
-    for accepted, is_resting in ((0, True), (9, False)):
+def test_a_draft_costs_what_all_would_have_committed_in_its_time() -> None:
+    """Two requests, whose passes take 10 ms and 5 ms a row: in the seconds of three nodes, and
+    those that the host takes for the draft, two tokens come a plain pass."""
+    pace, pacer = learnt(0.01, 0.005, 2), Drafted()
+    pace.judge(pacer, 2, 3, 1, HOST)
+    plain = 2 / (0.01 + 2 * 0.005 + 2 * 0.0003)
+    won = 1 - plain * (HOST - 0.0003 + 3 * 0.005)
+    assert pacer.pause.credit == pytest.approx(MOST_CREDIT + won, rel=0.01)
+    faster = Drafted()
+    pace.add_cycle(160, 0.1)  # a sixteenth of which counts
+    pace.judge(faster, 2, 3, 1, HOST)
+    assert faster.pause.credit == pytest.approx(pacer.pause.credit, rel=0.01)
+    for _ in range(99):
+        pace.add_cycle(160, 0.1)  # drafts make them faster than plain decoding
+    pace.judge(faster, 2, 3, 1, HOST)
+    assert faster.pause.credit < 2 * pacer.pause.credit - MOST_CREDIT - 1
+
+
+def test_a_lane_pauses_while_its_drafts_do_not_pay() -> None:
+    pace, pacer = learnt(0.01, 0.005, 2), Drafted()
+    steps = 0
+    while not pacer.is_paused:
+        pace.judge(pacer, 2, 3, 0, HOST)
+        steps += 1
+    assert steps == 4, "1.5 tokens a step, and 6 may be lost"
+    assert pacer.pause.left >= FIRST_PAUSE
+
+
+def test_a_call_begins_with_what_other_lanes_drafts_have_won() -> None:
+    pace = learnt(0.01, 0.005, 2)
+    assert pace.first_pause(2) is None  # nothing is known
+    for accepted, left in ((0, LONGEST_PAUSE), (9, 0)):
         for _ in range(200):
-            budget.add_cycle(20, 0.1)
-            budget.judge(Gain(), 2, 3, accepted)
-        assert budget.new_gain(2).is_resting == is_resting
+            pace.judge(Drafted(), 2, 3, accepted, HOST)
+        pauses = [pace.first_pause(2) for _ in range(TRIAL)]
+        assert pauses.count(None) == 1, "one tries, whatever became of the others"
+        assert {each.left for each in pauses if each is not None} == {left}
+
+
+def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None:
+    """Below fp32 a seed promises the same tokens, and so the same trees, whoever is beside."""
+    engine = toy_engine("prompt_lookup")
+    batch = Batch(engine, 2)
+    for number, options in enumerate(({"temperature": 0.8, "seed": 1}, {})):
+        call = engine.prepare(PROMPTS[number], max_new_tokens=40, **options)  # type: ignore[arg-type]
+        lane = batch.lane_for(call)
+        assert lane is not None
+        lane.engine.target.precision = "int8"
+        batch.begin(lane, number, call)
+    for _ in range(4):
+        batch.turn()
+    assert [lane.pacer.is_shared for lane in batch._order] == [False, True]
+    batch.close()
 
 
 def test_passes_are_reported() -> None:
@@ -627,7 +670,7 @@ def test_a_chunk_beside_others_ends_with_the_gap_that_they_may_wait(
     rows are told."""
     engine = keeping("none", kept_bytes=0)
     batch, passes = Batch(engine, 3, max_gap=0.1), list[Pass]()
-    pace: Any = batch._budget
+    pace: Any = batch._pace
     sizes, told = pace.sizes, list[float]()
 
     def note(trees: Any, num_lanes: int, num_others: int, read: float) -> Any:

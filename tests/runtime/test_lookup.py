@@ -10,6 +10,7 @@ from spec_runtime.loop.step import Step
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.worth import Terms
 
 
 def lookup() -> MergedProposer:
@@ -64,7 +65,7 @@ def test_nodes_come_by_falling_probability_and_end_where_the_budget_says() -> No
     likely = propose(text, Budget(20, growth=Grown(0.1)))
     assert likely.num_nodes == (tree.log_prob_N >= np.log(0.1)).sum() < tree.num_nodes
     assert (likely.token_N == tree.token_N[: likely.num_nodes]).all()
-    dear = Grown(step_ms=tuple(10.0 * n for n in range(1, 21)))
+    dear = Grown(terms=Terms([10.0 * n for n in range(1, 21)]))
     assert propose(text, Budget(20, growth=dear)).num_nodes == 1
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from spec_runtime.loop.proposer import PlainProposer, Proposer, WithoutRuns
 from spec_runtime.loop.step import Step
-from spec_runtime.pace.adaptive import ProbabilityScaler
 from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, MergedProposer, combined
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import Draws, TokenTree
+from spec_runtime.trees.worth import Terms
 
 DRAWS = Draws(np.array([9]), np.ones(1), (0,), with_replacement=True)
 
@@ -94,22 +94,6 @@ ONCE = [7, 2, 3, 4, 1, 2]  # 2 was there once, but not behind a 1: about .25 for
 LONG = [*range(10, 30), 3, 1, *range(10, 30)]  # 3 behind twenty tokens: about .94
 
 
-def test_a_drafter_that_was_wrong_loses_its_places_to_lookup() -> None:
-    """Trust falls where nothing of the drafter's is accepted, and scales what its nodes are worth:
-    a guess of .6, whose worth was above the .25 of lookup, is below it in the end."""
-    scaler = ProbabilityScaler(Guesser(t9=0.6))
-    proposer = MergedProposer(scaler, lookup_nodes=1)
-    proposer.start(ONCE[:-1], None, 0)
-    budget = Budget(2, growth=Grown(reliability=((1.0, 1.0),)))
-    trees = []
-    for _ in range(80):
-        trees.append(proposer.propose(2, budget).token_N.tolist())
-        proposer.truncate(len(ONCE) - 1)  # so that the text is the same again
-        scaler.commit(Step([5], num_accepted=0))
-    assert trees[0] == [2, 9]
-    assert trees[-1] == [2, 3]
-
-
 def test_the_likelier_nodes_of_both_get_the_places() -> None:
     drafter = Guesser(t9=0.6, t8=0.1)
     assert merged(drafter, ONCE, Budget(2)).token_N.tolist() == [2, 9]
@@ -183,7 +167,7 @@ def test_the_drafters_probabilities_count_as_its_reliability_says() -> None:
 
 def test_the_merged_tree_is_cut_where_it_does_not_pay() -> None:
     # the second node costs as much as half a root: .6 pays, .25 more does not
-    growth = Grown(step_ms=(10.0, 12.0, 17.0, 22.0))
+    growth = Grown(terms=Terms((10.0, 12.0, 17.0, 22.0)))
     assert merged(Guesser(t9=0.6), ONCE, Budget(4, growth=growth)).token_N.tolist() == [2, 9]
     growth = Grown(min_probability=0.3)
     assert merged(Guesser(t9=0.6), ONCE, Budget(4, growth=growth)).token_N.tolist() == [2, 9]

@@ -15,12 +15,13 @@ from toy_bundle import write_bundle
 from tuning import COSTS, KEY, opened_anew
 
 from spec_runtime.bundle import manifest as bundle
-from spec_runtime.files import machine
+from spec_runtime.files import machine, mapping
 from spec_runtime.files.kept import MOST_BYTES
 from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.pace import first_use, profile
-from spec_runtime.pace.adaptive import DraftPauser
-from spec_runtime.pace.profile import PLAIN, Candidate, Gain, Key, PassCosts, Profile
+from spec_runtime.pace.costs import Gain, PassCosts
+from spec_runtime.pace.pacer import Pacer
+from spec_runtime.pace.profile import PLAIN, Candidate, Key, Profile, Trees
 from spec_runtime.trees.budget import Budget, Grown, Static
 
 pytestmark = pytest.mark.usefixtures("toy_graphs")
@@ -29,13 +30,23 @@ pytestmark = pytest.mark.usefixtures("toy_graphs")
 def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
     candidates = (
         Candidate(PLAIN, None, 1.0, 1.0, 50.0, 1.0, 1.0),
-        Candidate("paying", budget, 5.0, 1.4, 70.0, 1.4, 2.1, Gain(1.6, 1.2)),
+        Candidate(
+            "paying",
+            None if budget is None else Trees.of(budget),
+            5.0,
+            1.4,
+            70.0,
+            1.4,
+            2.1,
+            Gain(1.6, 1.2),
+            0.8,
+        ),
     )
     chosen = "paying" if budget is not None else PLAIN
     return Profile(key, COSTS, "run", candidates if budget else candidates[:1], chosen)
 
 
-PAYING = Budget(4, growth=Grown(0.01, (1.0, 2.0, 3.0, 4.0), 0.5, ((0.5, 0.4),)))
+PAYING = Budget(4, growth=Grown(0.01, ((0.5, 0.4),)))
 
 
 def test_a_profile_is_found_by_its_key_alone(profile_cache: Path) -> None:
@@ -50,32 +61,39 @@ def test_a_profile_is_found_by_its_key_alone(profile_cache: Path) -> None:
         assert profile.find(replace(KEY, **{name: value})) is None, name  # type: ignore[arg-type]
 
 
-STATIC = Budget(5, max_depth=3, growth=Static(((0,), (0, 0))))
+STATIC = Budget(5, growth=Static(((0,), (0, 0))))
 
 
-def test_a_static_tree_is_kept_and_an_older_file_is_read(profile_cache: Path) -> None:
-    """Files of older versions have two keys that no budget ever filled, and one by another name."""
+def test_a_static_tree_is_kept(profile_cache: Path) -> None:
     for budget in (STATIC, PAYING):
         path = profile.write(some_profile(budget))
-        assert profile.find(KEY) == some_profile(budget)
-        data = json.loads(path.read_text())
-        for candidate in data["candidates"]:
-            if candidate["budget"] is not None:
-                candidate["sampled_pace"] = candidate.pop("sampled_gain")
-                candidate["budget"] |= {"truth": None, "draw": None}
-        path.write_text(json.dumps(data))
-        assert profile.find(KEY) == some_profile(budget)
-    assert data["candidates"][1]["budget"] == {
+        found = profile.find(KEY)
+        assert found == some_profile(budget)
+        assert found.choice.trees is not None
+        assert found.choice.trees.budget() == budget
+    trees = json.loads(path.read_text())["candidates"][1]["trees"]
+    assert trees == {
         "max_nodes": 4,
         "min_probability": 0.01,
-        "max_depth": None,
-        "paths": None,
-        "step_ms": [1.0, 2.0, 3.0, 4.0],
-        "level_ms": 0.5,
         "reliability": [[0.5, 0.4]],
-        "truth": None,
-        "draw": None,
+        "paths": None,
     }
+
+
+def test_a_file_of_an_older_version_is_dropped_with_a_note(
+    profile_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its trees were a budget with times of its own."""
+    path = profile.write(some_profile(PAYING))
+    data = json.loads(path.read_text())
+    for candidate in data["candidates"]:
+        trees = candidate.pop("trees")
+        times = {"step_ms": [1.0, 2.0, 3.0, 4.0], "level_ms": 0.5, "max_depth": None}
+        candidate["budget"] = trees and trees | times
+    path.write_text(json.dumps(data))
+    assert profile.find(KEY) is None
+    (message,) = caplog.messages
+    assert "costs are measured anew, or run spec-runtime tune again" in message
 
 
 @pytest.mark.parametrize(
@@ -88,8 +106,8 @@ def test_a_static_tree_is_kept_and_an_older_file_is_read(profile_cache: Path) ->
         lambda text: text.replace('"host"', '"guest"'),
         lambda text: text.replace('"max_nodes": 4', '"max_nodes": 0'),
         lambda text: text.replace('"max_nodes": 4', '"most_nodes": 4'),
-        lambda text: text.replace('"budget": null', '"budgets": null'),
-        lambda text: text.replace('"budget": null', '"budget": 7'),
+        lambda text: text.replace('"trees": null', '"tree": null'),
+        lambda text: text.replace('"trees": null', '"trees": 7'),
         lambda text: text.replace('"candidates": [', '"candidates": [3,'),
         lambda text: text.replace('"plain": 10.0', '"plain": -1.0'),
         lambda text: text.replace('"verify": [', '"verify": [[],', 1),
@@ -111,7 +129,7 @@ def test_a_damaged_profile_is_a_warning(
 
 FAR = PassCosts(1400, ((1, 19.0), (4, 33.0)), 20.0)
 VERIFY, CHOSEN = ("costs", "verify"), ("candidates", 1)
-BUDGET = (*CHOSEN, "budget")
+TREES = (*CHOSEN, "trees")
 
 # Where a profile is tampered with, and what is put there.
 TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
@@ -138,15 +156,12 @@ TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
     (("costs", "level"), -1.0),
     (("costs", "host"), True),
     (("costs", "prefill"), 1e308),
-    ((*BUDGET, "max_nodes"), 10**10),
-    ((*BUDGET, "step_ms", 0), 1e308),
-    ((*BUDGET, "step_ms", 0), 0.0),
-    ((*BUDGET, "level_ms"), 1e308),
-    ((*BUDGET, "reliability"), [[0.5, 0.4, 0.1]]),
-    ((*BUDGET, "reliability"), [[i / 9999, i / 9999] for i in range(1, 9999)]),
-    ((*BUDGET, "sampled_trust"), 1e308),
-    ((*BUDGET, "sampled_trust"), 5e-324),
-    ((*BUDGET, "paths"), [[0], [0, 10**9, 0]]),
+    ((*TREES, "max_nodes"), 10**10),
+    ((*TREES, "reliability"), [[0.5, 0.4, 0.1]]),
+    ((*TREES, "reliability"), [[i / 9999, i / 9999] for i in range(1, 9999)]),
+    ((*CHOSEN, "sampled_trust"), 1e308),
+    ((*CHOSEN, "sampled_trust"), 5e-324),
+    ((*TREES, "paths"), [[0], [0, 10**9, 0]]),
     ((*CHOSEN, "speedup"), 1e-300),
     ((*CHOSEN, "accepted_length"), -1.0),
     ((*CHOSEN, "sampled_gain", "speedup"), 1e308),
@@ -157,7 +172,7 @@ TAMPERED: list[tuple[tuple[str | int, ...], Any]] = [
 
 def tampered(stored: Profile, at: tuple[str | int, ...], value: Any) -> str:
     """Returns the profile as its file has it, with another value at this place."""
-    document = profile.to_json(stored)
+    document = mapping.to_json(stored)
     within: Any = document
     for key in at[:-1]:
         within = within[key]
@@ -202,7 +217,7 @@ def test_a_profile_is_used_where_options_leave_less_room(
     folder = write_bundle(tmp_path, ("parallelspec",))
     key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
     most = opened_anew(toy_graphs, folder, threads=1, profile=False).target.max_nodes
-    grown = Budget(most, growth=Grown(0.01, (1.0,) * most, 0.5, ((0.5, 0.4),)))
+    grown = Budget(most, growth=Grown(0.01, ((0.5, 0.4),)))
     static = Budget(most, growth=Static(tuple((rank,) for rank in range(most - 1))))
     for budget in (grown, static):
         profile.write(some_profile(budget, key))
@@ -300,7 +315,7 @@ def test_whatever_is_in_the_place_of_a_profile_requests_are_answered(
     plain = opened_anew(toy_graphs, folder, drafter="none", threads=1)
     expected = plain.generate("hello", max_new_tokens=9).token_ids
     engine = opened_anew(toy_graphs, folder, threads=1)
-    assert isinstance(engine.proposer, DraftPauser)
+    assert isinstance(engine.proposer, Pacer)
     assert engine.generate("hello", max_new_tokens=9).token_ids == expected
 
 
@@ -328,7 +343,7 @@ def test_an_engine_is_opened_as_the_profile_says(
     tuned = opened_anew(toy_graphs, folder, threads=1)
     assert tuned.budget == PAYING
     assert tuned.is_tuned
-    assert isinstance(tuned.proposer, DraftPauser)
+    assert isinstance(tuned.proposer, Pacer)
     assert tuned.generate("hello", max_new_tokens=30).token_ids == expected
     for other in (
         tuned.with_drafter("prompt_lookup"),
@@ -338,7 +353,7 @@ def test_an_engine_is_opened_as_the_profile_says(
     ):
         assert other.budget != PAYING
         assert not other.is_tuned
-        assert not isinstance(other.proposer, DraftPauser)
+        assert not isinstance(other.proposer, Pacer)
     profile.write(some_profile(None, key))
     plain = opened_anew(toy_graphs, folder, threads=1)
     assert isinstance(plain.proposer, PlainProposer)

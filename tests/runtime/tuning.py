@@ -9,16 +9,14 @@ from toy_backend import ToyTarget
 
 import spec_runtime
 from spec_runtime.engine import Engine
-from spec_runtime.pace.profile import Costs, Key
+from spec_runtime.pace.costs import Costs
+from spec_runtime.pace.profile import Key
 
 KEY = Key("0" * 64, "some cpu", 2, "int8", "parallelspec")
 
 
 # a step with a tree costs 15 ms, a plain one 10: one and a half tokens break even
 COSTS = Costs(((1, 9.0), (4, 13.0)), draft=1.0, level=0.0, host=1.0, plain=10.0, prefill=1.0)
-
-
-ACCURACY = ((0.6, 0.15, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.0))
 
 
 def convex(n: int) -> float:

@@ -17,15 +17,10 @@ from hypothesis.strategies import SearchStrategy
 PROMPT = [97, 98, 99]
 MEASURED = {"nodes": 3.5, "expected_speedup": 1.2, "tokens_per_second": 120.0, "speedup": 1.3}
 MEASURED |= {"accepted_length": 1.8}
-RATES = MEASURED | {"sampled_gain": {"accepted_length": 1.6, "speedup": 1.2}}
-NO_RATES: dict[str, Any] = dict.fromkeys(MEASURED)
-GROWN = {"max_nodes": 4, "min_probability": 0.01, "max_depth": 3, "paths": None}
-PAYING = GROWN | {
-    "step_ms": [1.0, 1.2, 1.4, 1.6],
-    "level_ms": 0.1,
-    "reliability": [[0.1, 0.1], [0.5, 0.4]],
-    "sampled_trust": 0.8,
-}
+RATES = MEASURED | {"sampled_gain": {"accepted_length": 1.6, "speedup": 1.2}, "sampled_trust": 0.8}
+NO_RATES: dict[str, Any] = dict.fromkeys(RATES) | {"sampled_trust": 1.0}
+GROWN = {"max_nodes": 4, "min_probability": 0.01, "reliability": [[0.1, 0.1], [0.5, 0.4]]}
+GROWN |= {"paths": None}
 STATIC = GROWN | {"max_nodes": 5, "paths": [[0], [1], [0, 0]]}
 # A profile with all that one can have; its key is that of the bundle. The first candidate is taken.
 DOCUMENT: dict[str, Any] = {
@@ -38,14 +33,16 @@ DOCUMENT: dict[str, Any] = {
         "plain": 1.1,
         "prefill": 0.1,
         "context": 20,
-        "far": {"context": 60, "verify": [[1.0, 2.0], [4.0, 2.5]], "plain": 2.1},
+        "far": {"context": 60, "verify": [[1.0, 2.0], [4.0, 2.5]], "plain": 2.1, "spread": 1.0},
+        "spread": 1.1,
     },
     "curve": "run",
     "candidates": [
-        {"name": "chosen", "budget": PAYING} | RATES,
-        {"name": "plain", "budget": None} | NO_RATES,
+        {"name": "chosen", "trees": GROWN} | RATES,
+        {"name": "plain", "trees": None} | NO_RATES,
     ],
     "chosen": "chosen",
+    "takes": 1,
 }
 
 
@@ -70,7 +67,7 @@ def _trees() -> SearchStrategy[list[dict[str, Any]]]:
     """Draws the paths of a static tree, of any ranks."""
     rank = st.integers(-1, 4) | st.sampled_from((10**9, 2**62))
     paths = st.lists(st.lists(rank, max_size=3), max_size=5)
-    at = st.just(["candidates", 0, "budget", "paths"])
+    at = st.just(["candidates", 0, "trees", "paths"])
     return st.tuples(st.fixed_dictionaries({"do": st.just("set"), "at": at, "value": paths})).map(
         list
     )
@@ -104,7 +101,7 @@ def open_kind(folder: Path) -> Run:
     bundle = tiny_bundle.write(folder / "bundle")
     key = profile.key_of(bundles.read(bundle), "medusa", 1)
     whole = DOCUMENT | {"key": mapping.to_json(key)}
-    file = profile.write(profile.from_json(whole))
+    file = profile.write(mapping.from_mapping(profile.Profile, whole, "profile"))
     if not spec_runtime.load(bundle, "medusa", threads=1).is_tuned:
         raise Wrong("the whole profile is not found")
     plain = spec_runtime.load(bundle, "none", threads=1)
@@ -112,7 +109,7 @@ def open_kind(folder: Path) -> Run:
     def run(case: dict[str, Any]) -> None:
         document = whole
         if case["is_static"]:
-            candidate = whole["candidates"][0] | {"budget": STATIC}
+            candidate = whole["candidates"][0] | {"trees": STATIC}
             document = whole | {"candidates": [candidate]}
         content = mutations.dump(document).encode()
         if "edits" in case:

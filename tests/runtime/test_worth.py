@@ -1,4 +1,4 @@
-"""What pays: how many nodes and levels of a tree, at what times."""
+"""What is worth its time: how many nodes and levels of a tree, at what times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from small_trees import Table, paths
 
-from spec_runtime.pace.curve import Curve, paying_budget
-from spec_runtime.pace.profile import Costs
-from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Grown, Static
-from spec_runtime.trees.grow import cut_to_paying, grow, grow_by_levels
+from spec_runtime.trees.grow import cut, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.worth import Terms
 
 
 def random_times(rng: np.random.Generator, size: int) -> tuple[float, ...]:
@@ -30,7 +28,9 @@ def test_a_grown_tree_is_the_best_of_all_trees(seed: int) -> None:
     probability = np.sort(rng.dirichlet(np.ones(3), 2)[:, :2])[:, ::-1]
     tokens = np.array([[7, 8], [4, 5]])
     step_ms = random_times(rng, 7)
-    tree = grow(1, Guesses(tokens, np.log(probability)), Budget(7, growth=Grown(step_ms=step_ms)))
+    tree = grow(
+        1, Guesses(tokens, np.log(probability)), Budget(7, growth=Grown(terms=Terms(step_ms)))
+    )
     ranks = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     worth = {
         path: float(np.prod([probability[d, r] for d, r in enumerate(path)])) for path in ranks
@@ -51,13 +51,13 @@ def test_times_decide_how_many_nodes() -> None:
     guesses = Guesses(np.array([[7, 8, 9]]), np.log(np.array([[0.5, 0.2, 0.1]])))
 
     def size(*step_ms: float) -> int:
-        return grow(1, guesses, Budget(4, growth=Grown(step_ms=step_ms))).num_nodes
+        return grow(1, guesses, Budget(4, growth=Grown(terms=Terms(step_ms)))).num_nodes
 
     assert size(10, 10, 10, 10) == 4
     assert size(10, 16, 17, 18) == 1, "half a token for six tenths of a step"
     assert size(10, 12, 15, 15.5) == 2
     assert size(10, 16, 16, 16) == 4, "a step that its first node alone does not pay"
-    doubted = Grown(step_ms=(10, 12, 13, 14), reliability=((0.2, 0.02), (0.5, 0.3)))
+    doubted = Grown(0.0, ((0.2, 0.02), (0.5, 0.3)), Terms((10, 12, 13, 14)))
     assert grow(1, guesses, Budget(4, growth=doubted)).num_nodes == 2
     trusted = replace(doubted, reliability=())
     assert grow(1, guesses, Budget(4, growth=trusted)).num_nodes == 3
@@ -71,7 +71,8 @@ def test_growing_node_by_node_stops_where_no_further_node_can_pay(seed: int) -> 
     rng = np.random.default_rng(seed)
     size = 40
     curve = np.sort(rng.uniform(0, 1, (2, 4))).T.tolist() if seed % 2 else []
-    grown = Grown(0.001, random_times(rng, size), 0.3, tuple(tuple(point) for point in curve))
+    terms = Terms(random_times(rng, size), 0.3, seed % 3 * 0.05, (1.0, 0.6, 1.4)[seed % 3])
+    grown = Grown(0.001, tuple(tuple(point) for point in curve), terms)
     behind: dict[tuple[int, ...], np.ndarray] = {}
     num_asked = 0
 
@@ -87,9 +88,9 @@ def test_growing_node_by_node_stops_where_no_further_node_can_pay(seed: int) -> 
         root: tuple[int, ...] = ()
         return grow_best_first(9, root, children, lambda path, token: (*path, token), budget, 2)
 
-    everything = grow_it(replace(grown, step_ms=()))
+    everything = grow_it(replace(grown, terms=None))
     num_all, num_asked = num_asked, 0
-    tree, expected = grow_it(grown), cut_to_paying(everything, grown, num_levels=2)
+    tree, expected = grow_it(grown), cut(everything, grown, num_levels=2)
     assert paths(tree) == paths(expected)
     assert num_asked <= num_all
     if seed == 0:
@@ -101,8 +102,8 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
     """Against all numbers of levels: one that stops early has lost nothing by it."""
     rng = np.random.default_rng(seed)
     depth, size, level_ms = 4, 30, float(rng.uniform(0, 2))
-    grown = Grown(step_ms=random_times(rng, size), level_ms=level_ms)
-    budget = Budget(size, growth=grown)
+    terms = Terms(random_times(rng, size), level_ms)
+    budget = Budget(size, growth=Grown(terms=terms))
 
     def best_rate(num_levels: int) -> tuple[float, TokenTree, int]:
         table = Table(seed)
@@ -110,7 +111,7 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
         everything = table.everything(depth)
         tokens = 1 + sum(np.exp(everything[tuple(path)]) for path in paths(tree))
         run = len(table.levels)
-        ms = grown.step_ms[tree.num_nodes - 1] + (run - 1) * level_ms
+        ms = terms.step_ms[tree.num_nodes - 1] + (run - 1) * level_ms
         return float(tokens / ms), tree, run
 
     rate, _, num_run = best_rate(depth)
@@ -118,16 +119,15 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
         table = Table(seed)
         full = grow_by_levels(1, table.expand, Budget(size, max_depth=num_levels), depth, 9)
         assert full.log_prob_N is not None
-        _, hindsight = payoff.best_size(
-            np.exp(full.log_prob_N[1:]), grown.step_ms, (num_levels - 1) * level_ms
-        )
+        _, hindsight = terms.best_size(np.exp(full.log_prob_N[1:]), num_levels)
         assert hindsight <= rate * (1 + 1e-9), (num_levels, num_run)
-    free = Budget(size, growth=replace(grown, level_ms=0.0))
+    terms = replace(terms, level_ms=0.0)
+    free = Budget(size, growth=Grown(terms=terms))
     everything = sorted(np.exp(list(Table(seed).everything(2).values())), reverse=True)
     tree = grow_by_levels(1, Table(seed).expand, free, 2, max_width=9)
-    _, best = payoff.best_size(np.array(everything), grown.step_ms)
+    _, best = terms.best_size(np.array(everything))
     assert tree.log_prob_N is not None
-    got = np.exp(tree.log_prob_N).sum() / grown.step_ms[tree.num_nodes - 1]
+    got = np.exp(tree.log_prob_N).sum() / terms.step_ms[tree.num_nodes - 1]
     assert got == pytest.approx(best)
 
 
@@ -136,7 +136,7 @@ def test_dear_levels_are_not_run() -> None:
     runs = []
     for level_ms in (0.0, 3.0, 50.0):
         table = Table(3)
-        budget = Budget(30, growth=Grown(step_ms=step_ms, level_ms=level_ms))
+        budget = Budget(30, growth=Grown(terms=Terms(step_ms, level_ms)))
         grow_by_levels(1, table.expand, budget, 4, 9)
         runs.append(len(table.levels))
     assert runs[0] == 4
@@ -145,29 +145,42 @@ def test_dear_levels_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_least_probability_leaves_out_only_what_never_pays(seed: int) -> None:
+def test_the_least_probability_leaves_out_only_what_is_never_worth_its_time(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    verify = tuple((n, 10 + float(s)) for n, s in enumerate(rng.uniform(0.4, 0.5, 24).cumsum(), 1))
-    rows = tuple((p, p * float(rng.uniform(0.3, 1)), 1.0) for p in (0.05, 0.2, 0.5, 0.9))
-    curve = Curve("run", ((0.5,),), rows)
-    budget = paying_budget(curve, Costs(verify, 1.0, 0.0, 0.5, 11.0, 1.0), 24)
-    assert isinstance(budget.growth, Grown)
-    assert budget.growth.min_probability > 0
+    step_ms = 10 + rng.uniform(0.4, 0.5, 24).cumsum()
+    points = tuple(
+        (p, p * factor) for p, factor in zip((0.05, 0.2, 0.5, 0.9), (0.4, 0.5, 0.9, 1), strict=True)
+    )
+    terms = Terms(step_ms, 0.2, rate=0.1, trust=float(rng.uniform(0.5, 1.5)))
+    least = terms.least_probability(points)
+    assert least > 0
     log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(9), 3), axis=1)[:, ::-1])
     guesses = Guesses(np.tile(np.arange(9), (3, 1)), log_prob_KC)
-    kept = grow(0, guesses, budget)
-    unbounded = replace(budget, growth=replace(budget.growth, min_probability=0))
-    assert paths(kept) == paths(grow(0, guesses, unbounded))
+    trees = [
+        grow(0, guesses, Budget(24, growth=Grown(each, points, terms))) for each in (0.0, least)
+    ]
+    assert paths(trees[0]) == paths(trees[1])
+    assert Terms((10.0, 9.0, 12.0), rate=0.1).least_probability(points) == 0
 
 
-def test_step_times_are_validated() -> None:
+def test_trust_is_a_factor_on_each_probability() -> None:
+    terms = Terms((10, 11, 12, 13), rate=0.1, trust=0.5)
+    assert terms.best_size(np.array([0.5, 0.3, 0.1])) == (3, pytest.approx(1 + 0.25 + 0.15 - 1.2))
+    assert replace(terms, trust=4.0).best_size(np.array([0.5]))[1] == pytest.approx(2 - 1.1)
+
+
+def test_requests_that_share_a_pass_each_commit_a_token() -> None:
+    """A pass that all wait for is longer by a node, and two tokens come without it."""
+    probability_N = np.array([0.3])
+    assert Terms((10, 12)).best_size(probability_N)[0] == 2
+    assert Terms((10, 12), num_requests=2).best_size(probability_N)[0] == 1
+
+
+def test_a_reliability_is_validated() -> None:
     for bad in (
-        {"step_ms": (1.0, 2.0)},
-        {"step_ms": (1.0, 0.0, 1.0)},
-        {"step_ms": (1.0, 1.0, 1.0), "level_ms": -1.0},
-        {"step_ms": (1.0, 1.0, 1.0), "reliability": ((0.5, 0.4), (0.4, 0.5))},
-        {"step_ms": (1.0, 1.0, 1.0), "reliability": ((0.4, 0.5), (0.5, 0.4))},
-        {"reliability": ((0.4, 0.5), (0.5, 1.4))},
+        ((0.5, 0.4), (0.4, 0.5)),
+        ((0.4, 0.5), (0.5, 0.4)),
+        ((0.4, 0.5), (0.5, 1.4)),
     ):
         with pytest.raises(ValueError, match="expected"):
-            Budget(3, growth=Grown(**bad))  # type: ignore[arg-type]
+            Grown(reliability=bad)
