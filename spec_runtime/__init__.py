@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from spec_runtime.bundle.manifest import BundleError
-from spec_runtime.dialogue.call_reader import Part
+from spec_runtime.dialogue.reader import Part
 from spec_runtime.engine import Engine
 from spec_runtime.errors import (
     ContextLengthError,

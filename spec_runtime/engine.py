@@ -245,7 +245,7 @@ class Engine:
         if self.target.strict_gap is not None and is_processed:
             raise UserError(
                 f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
-                " logits_processor with strict, expected none: its near ties are those of the raw "
+                " logits_processor with strict, expected none: strict decides near ties of the raw "
                 "logits",
                 param="strict",
             )

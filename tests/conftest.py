@@ -294,6 +294,16 @@ def finished(recipe: Path) -> Path:
     return recipe.parent / "run"
 
 
+@pytest.fixture(scope="session")
+def averaged(recipe: Path, finished: Path) -> Path:
+    """Returns the folder of the run `finished` with averaged weights. Do not change it."""
+    from spec_export.training import run as train
+
+    out = recipe.parent / "averaged"
+    train.run(recipe, ["train.ema=0.9"], out, cache=finished / "features")
+    return out
+
+
 @pytest.fixture
 def copied(recipe: Path, tmp_path: Path) -> Path:
     """Returns a copy of `recipe` with its target and data, which a test may change."""

@@ -1,12 +1,13 @@
 """Makes a bundle of a few bytes and an engine on the toy target, for tests without real graphs."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from toy_backend import ByteTokenizer, ToyTarget
 
 from spec_runtime.batch.batch import Batch
@@ -27,6 +28,9 @@ from spec_runtime.loop.kv import open_cache
 from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer, Proposer
 from spec_runtime.loop.target import Target
 from spec_runtime.proposers.merged import MergedProposer
+
+if TYPE_CHECKING:
+    import pytest  # which processes that tests start need not import
 
 Run = Callable[..., tuple[int, str, str]]  # see conftest.run
 Measure = Callable[..., tuple[int, str, str, dict[str, Any]]]  # see conftest.measure

@@ -15,12 +15,11 @@ pytest.importorskip("onnxruntime")
 
 from cuda_standin import StandIn  # noqa: E402
 from cuda_standin.calls import Calls, read_calls  # noqa: E402
-from tiny_target import save_llama  # noqa: E402
-from workshop import Workshop  # noqa: E402
+from test_cuda_matrix import UNWANTED  # noqa: E402
+from workshop import CudaWorkshop, Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import drafters  # noqa: E402
-from spec_export.build import make_bundle  # noqa: E402
 from spec_export.build.make_bundle import BuildOptions  # noqa: E402
 from spec_export.check import check  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
@@ -28,33 +27,43 @@ from spec_runtime.trees.tree import chain_parents  # noqa: E402
 
 DRAFTERS = drafters.trainable()
 PROMPTS = ("say abc, 3", "one two. one two. one", "The quick brown fox; 0123 0123")
-OPTIONS: Any = {"max_new_tokens": 60, "ignore_eos": True}
+OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
+ASKED: list[tuple[str, Any]] = [
+    (prompt, OPTIONS | sampling)
+    for prompt in PROMPTS
+    for sampling in ({}, {"temperature": 0.8, "seed": 5})
+]
 
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop) -> Path:
     """Returns an fp32 bundle for CUDA with every drafter."""
-    return workshop.cuda_bundle("fp32")
+    return workshop.cuda.lanes("fp32")
+
+
+@pytest.fixture(scope="module")
+def plain(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Returns the tokens of plain decoding with a bias, for each of ASKED."""
+    bundle = workshop.cuda.build(tmp_path_factory.mktemp("plain") / "bundle")
+    engine = spec_runtime.load(bundle, "none", threads=1)
+    return [engine.generate(prompt, **options).token_ids for prompt, options in ASKED]
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, "prompt_lookup", "lookahead", "none"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}])
 def test_every_drafter_gives_the_tokens_of_plain_decoding_with_a_bias(
-    workshop: Workshop, folder: Path, name: str, sampling: dict[str, Any]
+    folder: Path, plain: list[list[int]], name: str
 ) -> None:
-    plain = spec_runtime.load(workshop.bundle("parallelspec"), "none", threads=1)
     lookup = False if name in DRAFTERS else None
     engine = spec_runtime.load(folder, name, threads=1, lookup=lookup)
     has_branches = False
-    for prompt in PROMPTS:
-        expected = plain.generate(prompt, **OPTIONS, **sampling).token_ids
+    for (prompt, options), expected in zip(ASKED, plain, strict=True):
         tokens = []
-        for step in engine.steps(prompt, **OPTIONS, **sampling):
+        for step in engine.steps(prompt, **options):
             tokens += step.tokens
             if step.verified is not None:
                 parent_N = step.verified.tree.parent_N
                 has_branches |= bool((parent_N != chain_parents(len(parent_N))).any())
-        assert tokens == expected, prompt
+        assert tokens == expected, (prompt, options)
     assert has_branches == (name != "none")
 
 
@@ -82,7 +91,7 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
 
 def test_check_passes(workshop: Workshop, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)  # accepted length has no bound
-    rows = check.run(str(workshop.llama()), folder, []).rows
+    rows = check.run(str(workshop.cuda.llama()), folder, []).rows
     assert all(row.passed for row in rows)
     # what is compared with drafters' own weights is asked for with their checkpoints
     assert all(row.name.startswith("fused.") for row in rows if row.skipped)
@@ -116,10 +125,6 @@ def test_a_manifest_that_cannot_be_is_refused_in_one_line(
 
 # ---- over the stand-in for CUDA ----
 
-# What attention may not be: kernels that first copy all rows once per query head, or need half
-# precision, by parts of their names.
-UNWANTED = ("attention_kernel", "Ungroup", "flash", "fmha", "cudnn")
-
 # Runs the target eagerly, in a capture and in a replay, with each number of rows.
 RUN_TARGET = """
 import ctypes, sys
@@ -147,19 +152,6 @@ buffers = [spec for spec in graph.inputs if spec.name.startswith("kv.")]
 print(min(backend.buffers[spec.name].numpy().nbytes for spec in buffers))
 """
 
-# Generates with each drafter.
-GENERATE = """
-import ctypes, sys
-import spec_runtime
-from cuda_standin import zeroed
-
-mark = ctypes.CDLL("libcudart.so.13").standin_mark
-for name in sys.argv[2:]:
-    mark(name.encode())
-    engine = spec_runtime.load(sys.argv[1], name, threads=1, lookup=False, backend="cuda")
-    print(name, len(engine.generate("say abc, 3", max_new_tokens=60, ignore_eos=True).token_ids))
-"""
-
 
 def calls(
     standin: StandIn, tmp_path: Path, script: str, *arguments: Any
@@ -182,13 +174,13 @@ def calls(
 @pytest.mark.standin
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 def test_rows_are_read_in_place_at_every_width(
-    standin: StandIn, tmp_path: Path, num_kv_heads: int
+    standin: StandIn, folder: Path, tmp_path: Path, num_kv_heads: int
 ) -> None:
     """No kernel copies rows for each query head. With as many key heads as query heads, ONNX
     Runtime would choose the memory-efficient one by itself."""
-    model = save_llama(tmp_path / "llama", num_key_value_heads=num_kv_heads)
-    options: Any = {"precision": "fp32", "device": "cuda", "out": tmp_path / "bundle"}
-    folder = make_bundle.build(BuildOptions(str(model), ["prompt_lookup"], **options))
+    if num_kv_heads == 4:
+        other = CudaWorkshop(tmp_path / "other", {"num_key_value_heads": num_kv_heads})
+        folder = other.build(tmp_path / "bundle", precision="fp32", device="cuda")
     dims = bundles.read(folder).manifest.target.dims
     assert (dims.num_heads, dims.num_kv_heads) == (4, num_kv_heads)
     widths = (1, 4, 8, 16, 64)
@@ -204,13 +196,3 @@ def test_rows_are_read_in_place_at_every_width(
         for each in (eager, capture, replay):
             copied = [size for kind, size in (*each.copies, *each.captured_copies) if kind == "D2D"]
             assert max(copied, default=0) < int(printed), "as large as a buffer"
-
-
-@pytest.mark.standin
-def test_every_drafter_is_captured_without_copies_from_the_host(
-    folder: Path, standin: StandIn, tmp_path: Path
-) -> None:
-    """The tokens mean nothing there."""
-    printed, sections = calls(standin, tmp_path, GENERATE, folder, *DRAFTERS)
-    assert printed.splitlines() == [f"{name} 60" for name in DRAFTERS]
-    assert all(sections[name].num_graph_launches > 2 for name in DRAFTERS)

@@ -6,12 +6,10 @@ The drafters are untrained: what is launched and copied does not depend on weigh
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,31 +18,28 @@ torch = pytest.importorskip("torch")
 
 from cuda_standin import StandIn  # noqa: E402
 from cuda_standin.calls import Calls, read_calls  # noqa: E402
-from tiny_target import save_llama  # noqa: E402
-from workshop import OPTIONS  # noqa: E402
+from workshop import CudaWorkshop, Workshop  # noqa: E402
 
 from spec_export import drafters  # noqa: E402
-from spec_export.build import make_bundle  # noqa: E402
-from spec_export.build.make_bundle import BuildOptions  # noqa: E402
-from spec_export.model import target  # noqa: E402
-from spec_export.model.decoder import Backbone  # noqa: E402
-from spec_export.training import checkpoint  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 
 pytestmark = pytest.mark.standin
 
+Build = Callable[[str, str], bundles.Bundle]
 CAPABILITIES = ("8.0", "8.9", "9.0", "12.0")
 # Of each kind of target its family and fields of its config.
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "convolution": {
+    "convolution": {  # whose heads share its width
         "family": "lfm2",
+        "hidden_size": 256,
+        "intermediate_size": 256,
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
         "block_auto_adjust_ff_dim": False,
     },
-    "windows, softcaps": {"family": "gemma2", "head_dim": 64} | MIXED,
+    "windows, softcaps": {"family": "gemma2"} | MIXED,
     "windows, sinks, experts": {"family": "gpt_oss", "num_local_experts": 4} | MIXED,
 }
 # Kernels differ by precision, and by capability: the oldest and the newest in each precision.
@@ -52,6 +47,8 @@ MATRIX = [("llama", "fp16", capability) for capability in CAPABILITIES]
 MATRIX += [("llama", *pair) for pair in product(("bf16", "fp32"), ("8.0", "12.0"))]
 MATRIX += [(kind, "fp16", "9.0") for kind in KINDS if kind != "llama"]
 OF_OTHER_KINDS = ("parallelspec", "skip_layer")  # drafters: one runs layers of the target
+# What attention over whole buffers may not be, by parts of kernels' names.
+UNWANTED = ("attention_kernel", "Ungroup", "flash", "fmha", "cudnn")
 # Nodes that ONNX Runtime may put on the CPU: they work out shapes, which are there anyway.
 SHAPE_NODES = {"Cast", "Concat", "Shape", "Squeeze"}
 
@@ -105,6 +102,12 @@ def replays_after_the_second_run(run: GraphRun) -> str:
     )
 
 
+def copies_no_rows_for_query_heads(run: GraphRun) -> str:
+    """In float32. ONNX Runtime has kernels that do, or that need half precision."""
+    kernels = {name for calls in run.running for name in (*calls.kernels, *calls.captured_kernels)}
+    return ", ".join(name for name in kernels if any(part in name for part in UNWANTED))
+
+
 def copies_no_buffer(run: GraphRun) -> str:
     copies = [copy for calls in run.running for copy in (*calls.copies, *calls.captured_copies)]
     return ", ".join(f"{kind} {n}" for kind, n in copies if n >= run.smallest_buffer > 0)
@@ -130,6 +133,7 @@ CONDITIONS = (
     has_only_shapes_on_the_cpu,
     makes_no_call_that_capture_forbids,
     replays_after_the_second_run,
+    copies_no_rows_for_query_heads,
     copies_no_buffer,
     captures_no_copy_from_the_host,
     does_without_cudnn,
@@ -145,64 +149,29 @@ def drafters_of(kind: str) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
-    """Returns a function that returns the folders of a kind's random target and of its drafters,
-    which are untrained."""
-
-    @cache
-    def checkpoints(kind: str) -> list[Path]:
-        folder = tmp_path_factory.mktemp(kind)
-        # heads of 64 as real models have them, for CUDA's attention has kernels by that size
-        saved = [
-            save_llama(folder / "target", hidden_size=256, intermediate_size=256, **KINDS[kind])
-        ]
-        model, _ = target.load(target.resolve(str(saved[0])))
-        ends = target.ends(Backbone.from_transformers(model))
-        for name in drafters_of(kind):
-            definition = drafters.load(name)
-            options = OPTIONS.get(f"{name}+token", OPTIONS.get(name, ""))  # what adds operators
-            config = definition.Config(**tomllib.loads(options))
-            state = definition.Drafter(config, ends).state_dict()
-            saved.append(checkpoint.save_drafter(folder / name, state, name, config, {}))
-        return saved
-
-    return checkpoints
-
-
-@pytest.fixture(scope="module")
-def build(checkpoints: Callable[[str], list[Path]]) -> Callable[[str, str], bundles.Bundle]:
+def build(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Returns a function that builds a bundle of a kind's drafters in a precision, each once."""
-
-    @cache
-    def build(kind: str, precision: str) -> bundles.Bundle:
-        folder, *saved = checkpoints(kind)
-        out = make_bundle.build(
-            BuildOptions(
-                str(folder),
-                drafter_checkpoints=saved,
-                precision=precision,
-                max_length=128,
-                device="cuda",
-                out=folder.parent / precision,
-                lanes=2,
-            )
-        )
-        return bundles.read(out)
-
-    return build
+    folder = tmp_path_factory.mktemp("kinds")
+    workshops = {kind: CudaWorkshop(folder / kind, KINDS[kind]) for kind in KINDS}
+    workshops["llama"] = workshop.cuda
+    return cache(
+        lambda kind, precision: bundles.read(workshops[kind].lanes(precision, drafters_of(kind)))
+    )
 
 
 @pytest.fixture(scope="module")
 def runs_of(
-    standin: StandIn, build: Callable[[str, str], bundles.Bundle]
+    standin: StandIn, build: Build, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str, str], list[GraphRun]]:
     """Returns a function that runs all graphs of a kind and precision on a device of a
     capability."""
 
+    logs = tmp_path_factory.mktemp("logs")
+
     @cache
     def runs_of(kind: str, precision: str, capability: str) -> list[GraphRun]:
         bundle = build(kind, precision)
-        log = bundle.path.parent / f"{precision}-{capability}.log"
+        log = logs / f"{kind}-{precision}-{capability}.log"
         words = ("-m", "cuda_standin.graph_runs", bundle.path)
         done = standin.run(*words, log=log, capability=capability, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr[-2000:]
@@ -233,6 +202,8 @@ def test_every_graph(
     capability: str,
     condition: Callable[[GraphRun], str],
 ) -> None:
+    if condition is copies_no_rows_for_query_heads and precision != "fp32":
+        return
     runs = runs_of(kind, precision, capability)
     assert not {run.name: text for run in runs if (text := condition(run))}
 
@@ -241,7 +212,7 @@ def test_every_graph(
     ("kind", "precision", "capability"), {each[:2]: each for each in MATRIX}.values()
 )
 def test_no_graph_is_left_out(
-    build: Callable[[str, str], bundles.Bundle],
+    build: Build,
     runs_of: Callable[[str, str, str], list[GraphRun]],
     kind: str,
     precision: str,
@@ -272,6 +243,7 @@ FAULTS: dict[Callable[[GraphRun], str], GraphRun] = {
         FINE, calls=FINE.calls | {"capture": Calls(violations=["cudaMalloc while …"])}
     ),
     replays_after_the_second_run: replace(FINE, calls=FINE.calls | {"replay": Calls(["MatMul"])}),
+    copies_no_rows_for_query_heads: replace(FINE, calls=FINE.calls | {"eager": Calls(["Ungroup"])}),
     copies_no_buffer: replace(
         FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("D2D", 4096)])}
     ),

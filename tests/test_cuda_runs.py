@@ -23,7 +23,7 @@ pytestmark = pytest.mark.standin
 
 # Prints, as JSON, what each case says of itself.
 RUNS = """
-import ctypes, json, sys, threading
+import ctypes, json, os, sys, threading
 from pathlib import Path
 import numpy as np
 import onnx
@@ -73,6 +73,7 @@ sessions.clear()
 open_target(fp16)
 open_target(fp32, cuda_graphs=False)
 said["settings"] = [each[0] for each in sessions if each]
+said["cudnn"] = os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"]
 
 backend, cache = open_target(fp16)
 feeds = step_feeds(cache, [5, 6], [0, 0])
@@ -159,7 +160,7 @@ def runs(standin: StandIn, workshop: Workshop, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("runs")
     pad = "pad (int64[4] x) => (int64[6] y) <int64[2] pads = {1, 1}> { y = Pad(x, pads) }"
     onnx.save(model_of(pad), folder / "pad.onnx")  # CUDA has no kernel that pads integers
-    paths = [workshop.cuda_bundle("fp16"), workshop.cuda_bundle("fp32"), folder / "pad.onnx"]
+    paths = [*map(workshop.cuda.lanes, ("fp16", "fp32")), folder / "pad.onnx"]
     log = folder / "log"
     done = standin.run("-c", RUNS, *paths, log=log, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -194,7 +195,8 @@ def test_a_graph_that_cannot_be_captured_is_warned_of(runs: Runs) -> None:
 
 def test_settings_follow_from_attention_and_graphs(runs: Runs) -> None:
     """Whole buffers leave out the kernel that copies; other graphs leave the choice to ONNX
-    Runtime."""
+    Runtime. All compute exactly, and without cuDNN's attention."""
+    assert runs.said["cudnn"] == "0"
     settings = runs.said["settings"]
     assert len({each.pop("user_compute_stream") for each in settings}) == 2
     assert settings == [

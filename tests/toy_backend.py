@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from bpe_tokenizer import definition
 
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.grammar.base import Matcher
@@ -265,4 +264,6 @@ class ByteTokenizer:
 def _compiler(num_logits: int) -> GrammarCompiler:
     """Returns a compiler over bytes, with a limit of memory that does not keep tests waiting."""
     limits = TrialLimits(seconds=30, megabytes=64)
+    from bpe_tokenizer import definition  # imported here because few tests need it
+
     return GrammarCompiler(definition((), {}), ByteTokenizer.eos, num_logits, limits)

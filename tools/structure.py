@@ -16,6 +16,7 @@ have, a function or a root that is too long.
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,10 +32,7 @@ FORBIDDEN = {
 ALLOWED = {"spec_export.cli": ("spec_runtime.cli",)}
 # Rooms that nothing else imports, and the modules that may: `spec_export/model/annex.py` finds
 # modules of the second one by name.
-ANNEXES = {
-    "spec_runtime.serve": "spec_runtime.cli.serve",
-    "spec_export.imports": "spec_export.cli",
-}
+ANNEXES = {"spec_runtime.serve": "spec_runtime.cli.serve", "spec_export.imports": "spec_export.cli"}
 MAX_LINES = 80  # of a function, its docstring included and its decorators not
 MAX_FILES = 8  # at the root of a package
 
@@ -49,21 +47,6 @@ class Function:
 
     def __str__(self) -> str:
         return f"{self.name}, {self.lines} lines, {self.place}"
-
-
-@dataclass(frozen=True)
-class Circle:
-    """A shortest circle of a group of modules, or rooms, that all import one another, directly or
-    not.
-
-    Example: where a imports b, and b imports c and a, the path is (a, b, a).
-    """
-
-    path: tuple[str, ...]
-    size: int  # of the group
-
-    def __str__(self) -> str:
-        return f"{' -> '.join(self.path)} (in a group of {self.size})"
 
 
 @dataclass
@@ -96,15 +79,9 @@ class Structure:
         return sum(len(others) for others in self.rooms.values())
 
     @property
-    def room_circles(self) -> list[Circle]:
-        """Returns one circle of every group of rooms that import one another."""
-        rooms = self.rooms
-        return [_shortest_circle(rooms, group) for group in _groups(rooms)]
-
-    @property
-    def circles(self) -> list[Circle]:
-        """Returns one circle of every group of modules that import one another."""
-        return [_shortest_circle(self.imports, group) for group in _groups(self.imports)]
+    def circles(self) -> list[str]:
+        """Returns a circle of modules that import one another, and one of rooms."""
+        return [circle for each in (self.imports, self.rooms) if (circle := circle_in(each))]
 
     @property
     def forbidden(self) -> list[str]:
@@ -192,50 +169,19 @@ def _functions(tree: ast.AST, file: Path) -> Iterator[Function]:
             yield Function(lines, node.name, f"{file.as_posix()}:{node.lineno}")
 
 
-def _groups(imports: dict[str, set[str]]) -> list[set[str]]:
-    """Returns the groups of modules each of which reaches all the others, or itself, by imports."""
-    reached = {module: _reached(imports, module) for module in imports}
-    groups: list[set[str]] = []
-    for module in sorted(imports):
-        if module in reached[module] and not any(module in group for group in groups):
-            groups.append({other for other in reached[module] if module in reached[other]})
-    return groups
-
-
-def _reached(imports: dict[str, set[str]], module: str) -> set[str]:
-    found: set[str] = set()
-    waiting = list(imports[module])
-    while waiting:
-        each = waiting.pop()
-        if each not in found:
-            found.add(each)
-            waiting += imports[each]
-    return found
-
-
-def _shortest_circle(imports: dict[str, set[str]], group: set[str]) -> Circle:
-    paths = (_way_back(imports, module, group) for module in sorted(group))
-    return Circle(min(paths, key=len), len(group))
-
-
-def _way_back(imports: dict[str, set[str]], begin: str, group: set[str]) -> tuple[str, ...]:
-    """Returns the shortest path of imports inside `group` from `begin` to itself."""
-    paths: list[tuple[str, ...]] = [(begin,)]
-    for path in paths:  # it grows meanwhile: breadth first
-        for module in sorted(imports[path[-1]] & group):
-            if module == begin:
-                return (*path, begin)
-            if all(module != other[-1] for other in paths):
-                paths.append((*path, module))
-    raise AssertionError(f"{begin} is in no circle of {sorted(group)}")
+def circle_in(imports: dict[str, set[str]]) -> str | None:
+    """Returns a circle of imports, such as "a -> b -> a", or None if there is none."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return " -> ".join(reversed(error.args[1]))  # each is imported by the next one
+    return None
 
 
 def describe(structure: Structure) -> str:
     """Returns the findings as lines of text, those that are too long or forbidden named."""
-    lines = [f"import circles: {len(structure.circles)}"]
+    lines = [f"import circles: {len(structure.circles)} of {len(structure.rooms)} rooms"]
     lines += [f"  {circle}" for circle in structure.circles]
-    lines.append(f"circles of rooms: {len(structure.room_circles)} of {len(structure.rooms)} rooms")
-    lines += [f"  {circle}" for circle in structure.room_circles]
     lines.append(f"forbidden imports: {len(structure.forbidden)}")
     lines += [f"  {line}" for line in structure.forbidden]
     for package in structure.num_root_files:
@@ -272,12 +218,7 @@ def main() -> int:
     print(describe(structure))
     print("\n" + describe_rooms(structure))
     is_over = any(count > MAX_FILES for count in structure.num_root_files.values())
-    found = (
-        structure.circles
-        or structure.room_circles
-        or structure.forbidden
-        or structure.long_functions
-    )
+    found = structure.circles or structure.forbidden or structure.long_functions
     return int(bool(found) or is_over)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, type-check, build the documentation and test, from a bare clone with nothing but Python and pip.
+# Lint, type-check, build the documentation, fuzz, disturb, soak and test, from a bare clone with nothing but Python and pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/venv.sh
@@ -16,10 +16,14 @@ mypy=$!
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+# in their short form: whoever runs chosen tests does not wait for them
+endured=0
+if [ $# -eq 0 ]; then OMP_NUM_THREADS=1 .venv/bin/python -m tools.ci.endure < /dev/null || endured=$?; fi
 # a process a core, each with one thread; a file's tests stay together, for the bundles they share,
 # and files in the order of tests/conftest.py
 tests=0
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rsfE --tb=short --durations=15 -n auto --maxprocesses 4 \
   --dist loadfile --no-loadscope-reorder "$@" < /dev/null || tests=$?
 wait "$mypy" || { echo "mypy found the errors above the tests' results" >&2; exit 1; }
+[ "$endured" -eq 0 ] || { echo "fuzz, faults or a soak failed above the tests' results" >&2; exit 1; }
 exit "$tests"

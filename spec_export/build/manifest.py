@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from spec_export.build.drafters import LoadedDrafter
 from spec_export.model.config import DecoderConfig
 from spec_runtime.bundle.manifest import Dims, DrafterInfo, Graph, TargetInfo, TokenizerInfo
+from spec_runtime.dialogue.response_template import ResponseTemplate
 from spec_runtime.errors import UserError
 
 
@@ -133,4 +135,18 @@ def write_tokenizer(
         special_tokens={
             name: text for name, text in tokenizer.special_tokens_map.items() if type(text) is str
         },
+        response_template=_readable(getattr(tokenizer, "response_template", None)),
     )
+
+
+def _readable(response_template: Any) -> dict[str, Any] | None:
+    """Returns what a model ships to say how its answers are read, and None, with a warning, if that
+    is not read here: its answers are then read by what its chat template writes."""
+    if response_template is None:
+        return None
+    try:
+        ResponseTemplate(response_template)
+    except UserError as error:
+        warnings.warn(f"{error}; it is left out of the bundle", stacklevel=2)
+        return None
+    return dict(response_template)

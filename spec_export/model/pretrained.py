@@ -91,7 +91,9 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
     with _reading(folder, "the tokenizer of "):
         encoder = tokenizers.Tokenizer.from_file(str(own))
     names = tokenizer.special_tokens_map
-    return _wrapped(encoder, names, tokenizer.all_special_tokens, template)
+    wrapped = _wrapped(encoder, names, tokenizer.all_special_tokens, template)
+    wrapped.response_template = getattr(tokenizer, "response_template", None)
+    return wrapped
 
 
 def tokenizer_file(folder: Path) -> Path | None:

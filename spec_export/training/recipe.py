@@ -49,6 +49,10 @@ class TargetSection:
     base: str | None = None
 
 
+def _are_named(paths: str | tuple[str, ...]) -> bool:
+    return bool(paths) and all(paths)
+
+
 @dataclass(frozen=True)
 class DataSection:
     """[data]: the rows to train on.
@@ -60,7 +64,7 @@ class DataSection:
     each step.
     """
 
-    path: Annotated[str | tuple[str, ...], Must(bool, "one file or a list of files")]
+    path: Annotated[str | tuple[str, ...], Must(_are_named, "one file or a list of files")]
     max_length: Annotated[int, Ge(2)] = 1024
     validation_fraction: Share = 0.02
     sources: tuple[str, ...] | None = None
@@ -360,7 +364,7 @@ def _from_working_folder(value: Any, folder: Path) -> Any:
     """
     if isinstance(value, list):
         return [_from_working_folder(item, folder) for item in value]
-    if not isinstance(value, str) or os.path.isabs(value):
+    if not isinstance(value, str) or not value or os.path.isabs(value):
         return value
     return Path(os.path.relpath(value, folder)).as_posix()
 

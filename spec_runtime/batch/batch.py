@@ -40,8 +40,8 @@ MayGoOn = Callable[[Owner], bool]
 
 @dataclass(frozen=True)
 class Pass:
-    """Says what one pass of the target carried: rows of so many lanes, of which the drafted nodes
-    and the prompts' tokens, and how many nodes were drafted in all."""
+    """Says what one pass of the target carried: how many lanes and rows, how many of the rows were
+    drafted nodes or tokens of prompts, and how many nodes were drafted in all."""
 
     lanes: int
     rows: int

@@ -274,7 +274,8 @@ class TokenizerInfo:
     """The tokenizer. `special_ids` is {"bos": id or None, "eos": [ids], "pad": id or None}.
 
     `special_tokens` are the texts that a chat template knows by name: {"eos_token": "<|im_end|>"}.
-    A bundle that was built before they were kept has None.
+    A bundle that was built before they were kept has None. `response_template` is what the model
+    ships under this name, if it does, see dialogue/response_template.py.
     """
 
     file: str
@@ -286,6 +287,7 @@ class TokenizerInfo:
     ]
     chat_template: str | None
     special_tokens: dict[str, str] | None = added_later(None)
+    response_template: dict[str, Any] | None = added_later(None)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,13 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from spec_runtime.dialogue.messages import Message, Tools
-from spec_runtime.dialogue.thinking import tags_of
+from spec_runtime.dialogue.response_template import (
+    ResponseTemplate,
+    family_of,
+    tags_of,
+    template_of,
+)
 from spec_runtime.dialogue.tool_prompts import ToolPrompter
-from spec_runtime.dialogue.tools import family_of
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief, parse_json
 
@@ -65,8 +69,8 @@ class ChatTemplate:
     """Renders a Hugging Face chat template within the limits of this file.
 
     `source` is the template, and `special_tokens` are the texts that it knows by name, such as
-    `eos_token`; `name` is what error messages call the template. Raises UserError if it is not
-    valid.
+    `eos_token`; `name` is what error messages call the template. `response_template` says how the
+    model's answers are read, if the model ships one. Raises UserError if either is not valid.
     """
 
     def __init__(
@@ -74,8 +78,13 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         name: str = "the chat template",
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tool_family = family_of(source)  # how the model writes calls, see dialogue/tools.py
+        self.tool_family = family_of(source)  # in whose form a call is forced
+        # how answers are read
+        self.answers = template_of(tags_of(source), self.tool_family)
+        if response_template is not None:
+            self.answers = ResponseTemplate(response_template, self.tool_family)
         self._prompter = ToolPrompter(source, self._tried)
         self._name = name
         self.source = source
@@ -96,7 +105,7 @@ class ChatTemplate:
             raise UserError(f"{name} is not valid: {_reason(error)}") from None
         # what callers may set: everything that the template reads besides
         self.variables = frozenset(found - _OWN - self.special_tokens.keys())
-        self.tags = tags_of(source)
+        self.tags = self.answers.tags
 
     def render(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from spec_runtime.dialogue.reader import ResponseReader, overlap
+
 REPLACEMENT = "\ufffd"  # what bytes are decoded as that are no character, or not yet
 MAX_CHARACTER_BYTES = 4  # of UTF-8
 MAX_WINDOW = 64  # tokens decoded at a time
@@ -17,7 +19,8 @@ class TextStream:
     "E", "N", "x" releases "a", "", "", "ENx"; pushing "a", "E", "ND" releases "a" and stops.
     `stop` is then the stop string. `ends` says of each token where its text ends in `text`, in
     characters, held text included. `prompt` are the ids before the answer: a SentencePiece word
-    has a space before it unless it is the first one.
+    has a space before it unless it is the first one. `reader` is asked where the answer's text is:
+    a stop string within thinking ends nothing.
     """
 
     def __init__(
@@ -25,7 +28,9 @@ class TextStream:
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str] = (),
         prompt: Sequence[int] = (),
+        reader: ResponseReader | None = None,
     ) -> None:
+        self._reader = reader if stops else None
         self.text = ""  # all that is released
         self.stop: str | None = None  # the stop string that ended the text
         self.ends: list[int] = []
@@ -60,7 +65,7 @@ class TextStream:
                 del self._ids[:-MAX_CHARACTER_BYTES]
                 self._read = 0
                 self._shown = max(0, len(self._decode(self._ids)) - num_waiting)
-        self._release(piece)
+        self._release(piece, token)
         self.ends.append(len(self.text) + len(self._held))
         return self.stopped
 
@@ -111,15 +116,23 @@ class TextStream:
         settled = self._decode(self._ids[: new[1 - MAX_CHARACTER_BYTES]])
         return len(settled) if text.startswith(settled) else self._shown
 
-    def _release(self, piece: str) -> None:
+    def _release(self, piece: str, token: int | None = None) -> None:
         if self.stopped:
             return
-        text = self._held + piece
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        text, begin = self._held + piece, 0
+        if self._reader is not None:
+            ids = [] if token is None else [token]
+            self._reader.push(piece, token is None, ids, [len(self.text) + len(text)])
+            place = self._reader.begin_of_text
+            if place is None and not self._reader.is_thinking:  # it may become either
+                self._held = text
+                return
+            begin = len(text) if place is None else max(0, place - len(self.text))
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, begin)) >= 0]
         if found:
             at, self.stop = min(found, key=lambda place: place[0])
         else:
-            at = len(text) - overlap(text, *self._stops)
+            at = len(text) - overlap(text[begin:], *self._stops)
         released, self.text = self.text, ""
         released += text[:at]  # in place, which Python does for a local name alone
         self.text = released
@@ -135,13 +148,3 @@ def _last_word(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) ->
             del last[: at + 1]
             break
     return [] if decode(last).endswith(REPLACEMENT) else last
-
-
-def overlap(text: str, *marks: str) -> int:
-    """Returns the length of the longest end of `text` with which one of the marks begins, without
-    being whole: ("abEN", "END") -> 2."""
-    for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
-        end = text[len(text) - length :]
-        if any(len(mark) > length and mark.startswith(end) for mark in marks):
-            return length
-    return 0

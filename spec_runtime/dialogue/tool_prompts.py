@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spec_runtime.dialogue.messages import Message
-from spec_runtime.dialogue.thinking import HARMONY, MessageReader, tags_of
+from spec_runtime.dialogue.reader import ResponseReader, joined
+from spec_runtime.dialogue.response_template import HARMONY, tags_of, template_of
 from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
@@ -142,8 +143,9 @@ def _with_final_text(message: Message) -> Message:
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str):
         return message
-    _, text = MessageReader().push(content, is_end=True)
-    return {**message, "content": text}
+    reader = ResponseReader(template_of(HARMONY, "harmony"), has_calls=False)
+    parts = reader.push(content, is_end=True)
+    return {**message, "content": joined(parts)[0]}
 
 
 def _tool(name: str = "f", **more: Any) -> dict[str, Any]:
@@ -215,11 +217,17 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Returns arguments as an object, if they are JSON text of one."""
-    try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+    """Returns arguments as an object. Those of a broken call, which templates cannot take apart,
+    become one that shows what the model wrote."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = arguments
+    if isinstance(value, Mapping):
+        return value
+    return {} if value is None else {"arguments": arguments}
 
 
 def _with_results_as_text(messages: Sequence[Message]) -> list[Message]:

@@ -1,18 +1,4 @@
-"""Reads the tool calls in an answer, and forces an answer to be one.
-
-Each family of models writes calls in its own way:
-
-- llama3 (Llama 3.1 to 3.3): `{"name": "f", "parameters": {…}}`, several separated by ";";
-- mistral: `[TOOL_CALLS][{"name": "f", "arguments": {…}}]`, or newer `[TOOL_CALLS]f[ARGS]{…}`;
-- hermes (Qwen, Hermes, SmolLM3): `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`;
-- harmony (gpt-oss): a message to a function; a forced one is `{"name": "f", "arguments": {…}}`;
-- phi (Phi-4): `<|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>`, `functools[…]`;
-- smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
-
-An answer is forced to the form of its family. In a free answer calls are read in every form: those
-above, bare JSON, and those of call_forms.py. Anything but a whole, valid call stays text: a broken
-answer is no error.
-"""
+"""Checks tools, and forces an answer to be a call of one, in the form of the model's family."""
 
 from __future__ import annotations
 
@@ -21,9 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from spec_runtime.dialogue.call_forms import NAME, before_arguments, parameter_types
+from spec_runtime.dialogue.families import FAMILIES
+from spec_runtime.dialogue.values import parameter_types
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief, parse_json
+from spec_runtime.grammar.json_schema import NAMED, VALUES
+
+_NAME = re.compile(r"[\w-][\w.-]{0,127}")
 
 
 class ToolCall(NamedTuple):
@@ -35,38 +25,13 @@ class ToolCall(NamedTuple):
 
 class CheckedTools(list[dict[str, Any]]):
     """Tools in OpenAI's form as plain dictionaries. `types` are those of each tool's parameters, by
-    their names, see `call_forms.parameter_types`."""
+    their names, see `values.parameter_types`."""
 
     def __init__(self, tools: Iterable[dict[str, Any]]) -> None:
         super().__init__(tools)
         self.types: dict[str, dict[str, Set[str]]] = {}
         for function in (tool["function"] for tool in self):
             self.types[function["name"]] = parameter_types(function.get("parameters") or {})
-
-
-_OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
-FAMILIES = ("llama3", "mistral", "hermes", "harmony", "phi", "smollm")
-# What a family's chat template is known by.
-_MARKS = (
-    (("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "mistral"),
-    (("<|channel|>commentary",), "harmony"),
-    (("<|tool_call|>", "<|tool|>", "functools"), "phi"),
-    (("<|python_tag|>", '"parameters": dictionary of argument name'), "llama3"),
-)
-
-
-def family_of(chat_template: str | None) -> str:
-    """Returns the family whose calls a model of this chat template writes.
-
-    A template without tools is smollm's: its prompts are written by tool_prompts.py.
-    """
-    source = chat_template or ""
-    if re.search(r"\btools\b", source) is None:
-        return "smollm"
-    for marks, family in _MARKS:
-        if any(mark in source for mark in marks):
-            return family
-    return "hermes"
 
 
 def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, Any]:
@@ -86,20 +51,15 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
         raise UserError(
             "got no tools, expected at least one for an answer that calls one", param="tools"
         )
-    require_family(family)
-    key = "parameters" if family == "llama3" else "arguments"
+    if (form := FAMILIES.get(family)) is None:
+        raise unknown_family(family)
     definitions: dict[str, Any] = {}
-    calls = [_call_schema(function, key, definitions) for function in functions]
+    calls = [_call_schema(function, form.key, definitions) for function in functions]
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    begin, end = "", ""
-    if family in ("mistral", "phi", "smollm"):
+    if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    if family == "smollm":
-        begin, end = _OPENING_TAG, _CLOSING_TAG
-    elif family == "hermes":
-        begin, end = f"{_OPENING_TAG}\n", f"\n{_CLOSING_TAG}"
     schema["$defs"] = definitions
-    return {"type": "tagged_json", "begin": begin, "schema": schema, "end": end}
+    return {"type": "tagged_json", "begin": form.begin, "schema": schema, "end": form.end}
 
 
 def answer_or_call(response_format: Any, tools: Any, family: str) -> dict[str, Any]:
@@ -115,7 +75,7 @@ def strict_calls(tools: Any) -> dict[str, Any] | None:
     JSON and follow the name. Raises UserError for tools that are not in OpenAI's form."""
     functions = [tool["function"] for tool in checked_tools(tools)]
     triggers = [
-        {"regex": before_arguments(each["name"]), "schema": _parameters(each)}
+        {"regex": _before_arguments(each["name"]), "schema": _parameters(each)}
         for each in functions
         if each.get("strict") is True
     ]
@@ -156,7 +116,7 @@ def _checked_tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     is_tool = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
-    if not is_tool or not isinstance(name, str) or not NAME.fullmatch(name):
+    if not is_tool or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
             f"got tool {brief(repr(tool), 80)}, expected type 'function' and a function with a "
             "name of letters, digits, '_', '.' and '-'",
@@ -202,19 +162,39 @@ def _parameters(function: Mapping[str, Any]) -> Any:
 
 def _with_references(schema: Any, name: str) -> Any:
     """Returns a schema whose references start at its place among the definitions: "#" becomes
-    "#/$defs/name", and "#/properties/x" becomes "#/$defs/name/properties/x"."""
+    "#/$defs/name", and "#/properties/x" becomes "#/$defs/name/properties/x". Values, such as those
+    of "const", stay as they are."""
     if isinstance(schema, list):
         return [_with_references(each, name) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    changed = {key: _with_references(value, name) for key, value in schema.items()}
-    reference = changed.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        changed["$ref"] = f"#/$defs/{name}{reference[1:]}"
+    changed = {}
+    for key, value in schema.items():
+        if key in VALUES:
+            changed[key] = value
+        elif key in NAMED and isinstance(value, dict):
+            changed[key] = {each: _with_references(inner, name) for each, inner in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            changed[key] = f"#/$defs/{name}{value[1:]}"
+        else:
+            changed[key] = _with_references(value, name)
     return changed
 
 
-def require_family(family: str) -> None:
-    """Raises UserError for a family that is not known."""
-    if family not in FAMILIES:
-        raise UserError(f"got tool family {family!r:.60}, expected one of {', '.join(FAMILIES)}")
+def _before_arguments(name: str) -> str:
+    """Returns a regular expression that fits the end of what stands before a call's arguments, for
+    a tool of this name and every form in which they are JSON and follow the name."""
+    name = re.escape(name)
+    keyed = rf'name"\s*:\s*"{name}"\s*,\s*"(arguments|parameters)"\s*:'
+    mistral = rf"\]\s*{name}(\[CALL_ID\]\w+)?\[ARGS\]"
+    deepseek = rf"<｜tool▁sep｜>{name}\s*```json|>{name}<｜tool▁sep｜>"
+    kimi = rf"functions\.{name}:\d*\s*<\|tool_call_argument_begin\|>"
+    harmony = rf"to=functions\.{name}[^\{{\}}]*<\|message\|>"
+    apertus = rf'(<\|tools_prefix\|>\s*\[\s*|\}}\s*,\s*)\{{"{name}":'
+    solar = rf"<\|tool_call:name\|>{name}<\|tool_call:args\|>"
+    return "|".join((keyed, mistral, deepseek, kimi, harmony, apertus, solar))
+
+
+def unknown_family(family: str) -> UserError:
+    """Returns the error of a family that is not known."""
+    return UserError(f"got tool family {family!r:.60}, expected one of {', '.join(FAMILIES)}")

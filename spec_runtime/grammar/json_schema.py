@@ -24,8 +24,8 @@ MAX_WRITTEN = 1_000_000  # characters of a schema whose propertyNames are writte
 
 _UPPER = ("maximum", "exclusiveMaximum")
 _BOUNDS = ("minimum", "exclusiveMinimum", *_UPPER)
-_VALUES = ("const", "enum", "default", "examples", "example")  # hold no schemas
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("const", "enum", "default", "examples", "example")  # hold no schemas
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
 _HINTS = ("password", "binary")  # formats that allow every string
 _NOTES = ("type", "title", "description", "default", "examples", "$comment")
 _FOLLOWED = (  # keywords whose schemas an answer may have to fit
@@ -92,12 +92,12 @@ class _Rewriting:
         sizes: dict[str, int] = {}
         for key, each in value.items():
             before = self.size
-            if key in _VALUES:
+            if key in VALUES:
                 self.size += len(json.dumps(each))
                 schema[key] = each
             elif key in _BOUNDS:
                 schema[key] = _narrowed(key, each)
-            elif key in _NAMED and isinstance(each, dict):
+            elif key in NAMED and isinstance(each, dict):
                 schema[key] = {name: self.rewritten(inner) for name, inner in each.items()}
                 self.size += sum(map(len, each))
             else:
@@ -233,14 +233,14 @@ def _close(root: dict[str, Any]) -> None:
         if is_part or not _JOINING.isdisjoint(schema):
             parts.add(id(schema))
         for key, each in schema.items():
-            if key in _VALUES:
+            if key in VALUES:
                 continue
             is_one = key in _JOINING and (is_part or len(_COMBINED & schema.keys()) > 1)
             is_alone = key == "allOf" and isinstance(each, list) and len(each) == 1
             is_one = is_one or (key in _SHARING and not is_alone)
             if key == "$ref" and isinstance(each, str):
                 waiting.append((references[each], is_one))
-            inner = each.values() if key in _NAMED and isinstance(each, dict) else [each]
+            inner = each.values() if key in NAMED and isinstance(each, dict) else [each]
             waiting += [(one, is_one) for one in inner]
     for number, schema in found.items():
         names, required = schema.get("properties"), schema.get("required", [])
@@ -320,7 +320,7 @@ def _endless(root: Any) -> set[str]:
             waiting.append(targets[reference])
         for key in _FOLLOWED:
             inner: Any = item.get(key)
-            waiting += inner.values() if key in _NAMED and isinstance(inner, dict) else [inner]
+            waiting += inner.values() if key in NAMED and isinstance(inner, dict) else [inner]
     order, open_ones = sorted(targets), set(targets)
     for _ in range(MAX_ROUNDS):
         num_open, known = len(open_ones), dict[int, bool]()
@@ -380,7 +380,7 @@ def probes_of_names(schema: Any) -> list[str]:
     for item in _objects(waiting):
         if len(found) >= MAX_PROBES:
             break
-        waiting += [each for key, each in item.items() if key not in _VALUES]
+        waiting += [each for key, each in item.items() if key not in VALUES]
         patterns, known = item.get("patternProperties"), item.get("properties", {})
         required = item.get("required", [])
         if not isinstance(patterns, dict):

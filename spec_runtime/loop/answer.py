@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from spec_runtime.dialogue.call_reader import CallReader, Part, joined
 from spec_runtime.dialogue.messages import Tools
-from spec_runtime.dialogue.thinking import Tags, end_of_thinking, open_reader
+from spec_runtime.dialogue.reader import ResponseReader, joined
+from spec_runtime.dialogue.response_template import ResponseTemplate, Tags, template_of
 from spec_runtime.dialogue.thinking_matcher import ThinkingMatcher, ThinkingTokens
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.grammar.base import Matcher
@@ -32,7 +32,8 @@ class AnswerForm:
 
     Between `tags` it thinks, None if it does not; `is_begun` says that the prompt ends inside of
     them. `tokens` are the tags' tokens, or None if no thinking may go before a grammar. It calls
-    `tools` as its `family` does (see dialogue/tools.py); without tools, calls are text.
+    `tools` as its `family` does; without tools, calls are text. `shipped` is the response template
+    of a model that ships one. `marks` are control tokens of thinking, see ResponseReader.
     """
 
     tags: Tags | None = None
@@ -41,50 +42,41 @@ class AnswerForm:
     family: str = ""
     tools: Tools | None = None
     at_most: int | None = None  # calls of an answer; further ones are dropped
+    shipped: ResponseTemplate | None = None
+    marks: dict[int, str] = field(default_factory=dict)
 
-    def reader(self, streams: bool = True) -> AnswerReader:
+    def reader(self, streams: bool = True, has_calls: bool = True) -> ResponseReader:
         """Returns what reads one answer as it comes; unless it `streams`, a call comes out once it
-        is whole, see CallReader."""
-        return AnswerReader(self, streams)
+        is whole, see ResponseReader. Calls are text unless it `has_calls`."""
+        template = self.shipped or template_of(self.tags, self.family)
+        has_calls = has_calls and bool(self.tools)
+        return ResponseReader(
+            template, self.tools, self.at_most, streams, self.is_begun, has_calls, self.marks
+        )
 
-    def read(self, text: str) -> Answer:
-        """Returns the parts of a whole answer."""
-        parts = self.reader(streams=False).push(text, is_end=True)
+    def read(
+        self, text: str, token_ids: Sequence[int] = (), text_ends: Sequence[int] = ()
+    ) -> Answer:
+        """Returns the parts of a whole answer, see ResponseReader.push."""
+        parts = self.reader(streams=False).push(text, True, token_ids, text_ends)
         thinking = "".join(part.text for part in parts if part.kind == "thinking")
         return Answer(thinking, *joined(parts))
 
-    def num_thinking_tokens(self, text: str, text_ends: Sequence[int]) -> int:
+    def num_thinking_tokens(
+        self, text: str, text_ends: Sequence[int], token_ids: Sequence[int] = ()
+    ) -> int:
         """Returns how many tokens of an answer are its thinking, the tags among them; see
         GenerationResult.text_ends."""
-        end = end_of_thinking(self.tags, text, self.is_begun)
-        end = len(text) if end is None else end
-        return sum(each <= end for each in text_ends) if end else 0
+        reader = self.reader(has_calls=False)
+        reader.push(text, True, token_ids, text_ends)
+        inside = ((begin, end) for begin, end in reader.heads)
+        return sum(sum(begin < each <= end for each in text_ends) for begin, end in inside)
 
     def after_thinking(self, matcher: Matcher, eos: Sequence[int], num_logits: int) -> Matcher:
         """Returns a matcher of the same grammar before whose text the model may think."""
         if self.tokens is None:
             return matcher
         return ThinkingMatcher(matcher, self.tokens, eos, num_logits)
-
-
-class AnswerReader:
-    """Reads one answer as it comes, see `AnswerForm`."""
-
-    def __init__(self, form: AnswerForm, streams: bool = True) -> None:
-        self._thinking = open_reader(form.tags, form.is_begun)
-        self._calls: CallReader | None = None
-        if form.tools:
-            self._calls = CallReader(form.family, form.tools, form.at_most, streams)
-
-    def push(self, text: str, is_end: bool = False) -> list[Part]:
-        """Returns the parts that this text completes; at the end, also what was held back."""
-        thinking, said = self._thinking.push(text, is_end)
-        parts = [Part("thinking", thinking)]
-        if self._calls is None:
-            parts.append(Part("text", said))
-        else:
-            parts += self._calls.push(said, is_end)
-        return [part for part in parts if part.text]
 
 
 def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> AnswerForm:
@@ -96,10 +88,15 @@ def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> 
     template = codec.template
     if template is None:
         return AnswerForm()
-    form = AnswerForm(family=template.tool_family, tools=tools)
+    marks = {}
+    for mark in template.answers.tokens:
+        ids = codec.encode(mark, special_tokens=False)
+        if len(ids) == 1 and codec.spelled(ids) == mark:
+            marks[ids[0]] = mark
+    form = AnswerForm(template.tags, False, None, template.tool_family, tools, marks=marks)
+    form = replace(form, shipped=template.answers)
     if template.tags is None:
         return form
-    form = replace(form, tags=template.tags)
     end = codec.spelled(prompt[-MAX_OPENING:]).rstrip()
     opening, closing = (_ids_of(codec, tag) for tag in template.tags)
     if not opening or not closing:

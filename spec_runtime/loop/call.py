@@ -89,8 +89,9 @@ def make_call(
 ) -> Call:
     """Returns the call of an encoded prompt, whose grammar is left to `Call.compile`."""
     params = request.sampling
-    text = TextStream(codec.decode, params.stop, prompt)
     form = form_of(codec, prompt, tools)
+    thinking = form.reader(has_calls=False) if params.stop and form.tags else None
+    text = TextStream(codec.decode, params.stop, prompt, thinking)
     eos = () if params.ignore_eos else codec.eos
     stop_ids = frozenset([*params.stop_token_ids, *eos])
     if (grammar := params.grammar) is None:

@@ -68,6 +68,7 @@ class ChunkReader:
         before = len(self._depths)
         self._depths += step.depths
         pieces, text = self._take()
+        text_ends = tuple(self._text.ends[before : len(self._depths)])
         return Chunk(
             text=text,
             token_ids=tuple(step.tokens),
@@ -75,8 +76,8 @@ class ChunkReader:
             depths=tuple(step.depths),
             pieces=pieces,
             num_drafted=step.num_drafted,
-            text_ends=tuple(self._text.ends[before : len(self._depths)]),
-            parts=tuple(self._reader.push(text)),
+            text_ends=text_ends,
+            parts=tuple(self._reader.push(text, False, step.tokens, text_ends)),
         )
 
     def last(self, result: GenerationResult) -> Chunk:

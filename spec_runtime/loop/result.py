@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from spec_runtime.dialogue.call_reader import Part
+from spec_runtime.dialogue.reader import Part
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.loop.answer import Answer, AnswerForm
 from spec_runtime.loop.stats import Stats
@@ -71,7 +71,7 @@ class GenerationResult:
 
     @cached_property
     def _answer(self) -> Answer:
-        return self.form.read(self.text)
+        return self.form.read(self.text, self.token_ids, self.text_ends)
 
     @property
     def preserves_distribution(self) -> bool:
@@ -87,7 +87,9 @@ class GenerationResult:
             reused_tokens=stats.reused_tokens,
             completion_tokens=len(self.token_ids),
             drafted_tokens=stats.drafted_tokens,
-            reasoning_tokens=self.form.num_thinking_tokens(self.text, self.text_ends),
+            reasoning_tokens=self.form.num_thinking_tokens(
+                self.text, self.text_ends, self.token_ids
+            ),
         )
 
 

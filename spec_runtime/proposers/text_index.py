@@ -27,7 +27,7 @@ class Estimates(NamedTuple):
 #
 # with a row (a, b, c, d) for matches from each length on. One table is for the longest match, the
 # other for a shorter suffix, where n and P are about tokens that did not follow a longer match.
-# Fitted by fit_lookup.py of tools on greedy answers of the demo target to 3,000 prompts: 1,500 of
+# Fitted on greedy answers of the demo target to 3,000 prompts: 1,500 of
 # the training seeds and 1,500 that it sampled itself, none of an evaluation. On rows kept apart
 # estimates of .24, .53, .86 and .97 came true .26, .54, .86 and .98 of the time. After drafted
 # tokens the same tables are taken, since the match is longer by them if they are right. There they

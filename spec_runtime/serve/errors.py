@@ -27,6 +27,7 @@ MOST_PROBLEMS = 1000  # of a body, that are looked at
 GONE = 499  # what logs call a client that did not wait for its answer
 MESSAGES = "/v1/messages"  # Anthropic's address
 RESPONSES = "/v1/responses"
+FORMAT = "response_format"  # a chat's field, which is "text.format" in RESPONSES
 NO_THREADS = "thread_unsupported_request"  # by which its client knows to send whole conversations
 # Anthropic's types of errors by status; others are invalid_request_error, or api_error from 500 on.
 ANTHROPICS = {
@@ -163,6 +164,9 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
     is too long by how the message begins.
     """
     if not is_anthropics(path):
+        said = error.body["error"]
+        if path == RESPONSES and said["param"] == FORMAT:
+            return {"error": {**said, "param": "text.format"}}
         return error.body
     kind = "api_error" if error.status_code >= 500 else "invalid_request_error"
     is_too_long = error.code == "context_length_exceeded"

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, TokenizerInfo
-from spec_runtime.dialogue.call_forms import MARKS
 from spec_runtime.dialogue.messages import require_characters
-from spec_runtime.dialogue.thinking import marks_of
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.grammar.base import Matcher
 from spec_runtime.grammar.formats import Grammar
@@ -98,10 +96,11 @@ class Tokenizer:
         if info.chat_template is not None:
             path = bundle.path / info.chat_template
             source = _read_template(path)
-            self.template = _open_template(path, source, self._special_tokens(info))
+            names = self._special_tokens(info)
+            self.template = _open_template(path, source, names, info.response_template)
             # Calls and thinking are found by their marks, which an answer's text therefore shows.
             # Only marks that the template writes are control tokens once they are not special.
-            marks = [mark for mark in (*MARKS, *marks_of(self.template.tags)) if mark in source]
+            marks = [mark for mark in self.template.answers.marks if mark in source]
             self._tokenizer = tokenizer_file.showing(self._tokenizer, marks)
         self._controls = ControlTokens(self._tokenizer, info.file, source)
 
@@ -166,11 +165,16 @@ class Tokenizer:
             self._compiler.close()
 
 
-def _open_template(path: Path, source: str, special_tokens: dict[str, str]) -> ChatTemplate:
+def _open_template(
+    path: Path,
+    source: str,
+    special_tokens: dict[str, str],
+    response_template: dict[str, Any] | None,
+) -> ChatTemplate:
     from spec_runtime.dialogue.chat_template import ChatTemplate  # here: it imports jinja2
 
     try:
-        return ChatTemplate(source, special_tokens, f"chat template {path}")
+        return ChatTemplate(source, special_tokens, f"chat template {path}", response_template)
     except UserError as error:
         raise BundleError(f"{error}; build the bundle again") from None
 

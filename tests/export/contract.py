@@ -6,6 +6,7 @@ tests/export/test_drafters_readme.py for the README's example.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.model.hidden_states import features_and_taps
 from spec_export.training import checkpoint
-from spec_runtime.engine import Engine
+from spec_runtime.engine import Engine, GenerationResult
 from spec_runtime.loop.step import Step
 
 PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
@@ -43,12 +44,23 @@ def check_acceptance(steps: list[Step]) -> None:
     assert num_refused >= SEVERAL, f"{num_refused} steps of {len(steps)} accepted no token"
 
 
-def check_no_token_changes(engine: Engine, sampling: dict[str, Any]) -> None:
-    """The engine's text is plain decoding's, over steps that accept much, little and nothing."""
+def check_no_token_changes(
+    engine: Engine,
+    sampling: dict[str, Any],
+    answers: dict[tuple[str, str], GenerationResult] | None = None,
+) -> None:
+    """The engine's text is plain decoding's, over steps that accept much, little and nothing.
+
+    `answers` keeps plain decoding's, by the sampling and the prompt, for other drafters.
+    """
     plain = engine.with_drafter("none")
+    answers = {} if answers is None else answers
     steps: list[Step] = []
     for prompt in PROMPTS:
-        expected = plain.generate(prompt, max_new_tokens=60, ignore_eos=True, **sampling)
+        key = str(sampling), prompt
+        if key not in answers:
+            answers[key] = plain.generate(prompt, max_new_tokens=60, ignore_eos=True, **sampling)
+        expected = answers[key]
         steps += engine.steps(prompt, max_new_tokens=60, ignore_eos=True, **sampling)
         result = engine.last_result
         assert result is not None
@@ -141,12 +153,12 @@ def _recorded_guesses(
     return guesses, answer, sum(step.num_accepted >= 2 for step in steps)
 
 
-def check_int8(workshop: Workshop, name: str) -> None:
+def check_int8(bundle: Path, name: str) -> None:
     """In 8 bits every emitted token is the argmax of the row that verified it.
 
     Rows may round apart from plain decoding's; acceptance may not add an error of its own.
     """
-    engine = spec_runtime.load(workshop.bundle(name, "int8"), threads=1)
+    engine = spec_runtime.load(bundle, drafter_name(name), threads=1)
     assert engine.drafter == f"{drafter_name(name)}+prompt_lookup"  # what bundles ask for
     steps: list[Step] = []
     num_checked = 0

@@ -52,10 +52,10 @@ def every_log_q(drafter: Any, batch: Batch) -> Tensor:
 
 def check_one_pass(
     drafter: Any, folder: Path, tolerances: dict[str, float], of_rows: Any = np.max
-) -> None:
+) -> ir.Model:
     """Checks both forms of the graph "drafter", and the quantised ones by the precisions'
     `tolerances` on `of_rows` the differences. With a table of bigrams the graph's pairs are the
-    module's of the same candidates, in every precision."""
+    module's of the same candidates, in every precision. Returns the graph."""
     model = drafter.export(backbone().config)["drafter"]
     form = "stateless"
     if has_cache(model):
@@ -66,6 +66,7 @@ def check_one_pass(
     for precision, tolerance in tolerances.items():
         graph = quantize(model.clone(), precision)
         _check_one_pass(drafter, graph, folder / precision, form, tolerance, of_rows)
+    return model
 
 
 def _check_one_pass(
@@ -84,11 +85,31 @@ def _check_one_pass(
         assert got["guess_ids"].shape == (K, C)
         apart = check_guesses(got["guess_ids"], got["guess_log_probs"], log_q_RKV[t])
         assert of_rows(apart) <= tolerance, (form, t)
-        if drafter.bigrams is not None:
-            index_KC = drafter.draft_index_V[torch.from_numpy(got["guess_ids"])]
-            pair_KCC = drafter.bigrams(index_KC, torch.tensor(got["guess_log_probs"])).numpy()
-            assert got["pair_log_probs"].shape == (K - 1, C, C)
-            assert np.abs(got["pair_log_probs"] - pair_KCC).max() <= TOLERANCE
+        check_pairs(drafter, got)
+
+
+def check_pairs(drafter: Any, got: dict[str, np.ndarray]) -> None:
+    """Checks the pairs of a graph with a table of bigrams against the module's."""
+    if drafter.bigrams is not None:
+        K, C = got["guess_ids"].shape
+        index_KC = drafter.draft_index_V[torch.from_numpy(got["guess_ids"])]
+        pair_KCC = drafter.bigrams(index_KC, torch.tensor(got["guess_log_probs"])).numpy()
+        assert got["pair_log_probs"].shape == (K - 1, C, C)
+        assert np.abs(got["pair_log_probs"] - pair_KCC).max() <= TOLERANCE
+
+
+def random_table(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a table of bigrams that has a third of all pairs."""
+    rng = np.random.default_rng(3)
+    ids = np.sort(ids)
+    previous, behind = np.nonzero(rng.random((len(ids), len(ids))) < 1 / 3)
+    return {
+        "previous": ids[previous].astype(np.int32),
+        "next": ids[behind].astype(np.int32),
+        "bias": rng.normal(size=len(behind)).astype(np.float32),
+        "token": ids[::2].astype(np.int32),
+        "unseen": -rng.random(len(ids[::2])).astype(np.float32),
+    }
 
 
 def guesses_by_chunk(

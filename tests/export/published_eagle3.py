@@ -68,6 +68,12 @@ class Published:
         x = torch.cat(list(taps), -1)
         return self.linear(self.norm(x, "input_norm") if self.config.norm_before_fc else x, "fc")
 
+    def fused_of(self, feature_TF: Tensor) -> Tensor:
+        """Returns the fused taps of features, which begin with the final one."""
+        return self.fused(
+            feature_TF.split(feature_TF.shape[-1] // (1 + len(self.config.taps)), -1)[1:]
+        )
+
     def levels(self, fused_TD: Tensor, tokens: Sequence[int], num_levels: int) -> list[Tensor]:
         """Returns the output rows [D] of levels 0 … after the pairs (fused t, token t + 1).
 
@@ -110,25 +116,28 @@ class Published:
         return x
 
     def _attention(self, read: Tensor, name: str, window: int) -> Tensor:
-        T, d = len(read), self.dims
-        parts = [self.linear(read, f"{name}.self_attn.{part}_proj") for part in "qkv"]
-        q, k, v = (part.view(T, -1, d.head_dim).transpose(0, 1) for part in parts)
+        d, part = self.dims, f"{name}.self_attn."
+        parts = [
+            self.linear(read, f"{part}{x}_proj").view(len(read), -1, d.head_dim) for x in "qkv"
+        ]
         if self.config.qk_norms:
-            q, k = (
-                self.norm(q, f"{name}.self_attn.q_norm"),
-                self.norm(k, f"{name}.self_attn.k_norm"),
-            )
-        frequency = self.theta ** -(torch.arange(0, d.head_dim, 2) / d.head_dim)
-        angle = torch.outer(torch.arange(T).float(), frequency)
-        cos, sin = (torch.cat((part, part), -1) for part in (angle.cos(), angle.sin()))
+            parts[:2] = [self.norm(parts[i], f"{part}{x}_norm") for i, x in enumerate("qk")]
+        return attended(parts, self.theta, window)
 
-        def turn(heads: Tensor) -> Tensor:
-            first, second = heads.chunk(2, -1)
-            return heads * cos + torch.cat((-second, first), -1) * sin
 
-        shared = d.num_heads // d.num_kv_heads
-        k, v = turn(k).repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
-        score = turn(q) @ k.transpose(1, 2) * d.head_dim**-0.5
-        ones = torch.ones(T, T)
-        score = score.masked_fill(ones.triu(1) + ones.tril(-window) > 0, -torch.inf)
-        return (score.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)
+def attended(parts: Sequence[Tensor], theta: float, window: int) -> Tensor:
+    """Returns causal attention [T, H*Dh] of queries, keys and values [T, ., Dh], which sees this
+    many positions back."""
+    T, H, Dh = parts[0].shape
+    angle = torch.outer(torch.arange(T).float(), theta ** -(torch.arange(0, Dh, 2) / Dh))
+    cos, sin = (torch.cat((part, part), -1) for part in (angle.cos(), angle.sin()))
+
+    def turn(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, -1)
+        return heads * cos + torch.cat((-second, first), -1) * sin
+
+    q, k, v = (part.transpose(0, 1) for part in parts)
+    k, v = (each.repeat_interleave(H // len(k), 0) for each in (turn(k), v))
+    score, ones = turn(q) @ k.transpose(1, 2) * Dh**-0.5, torch.ones(T, T)
+    score = score.masked_fill(ones.triu(1) + ones.tril(-window) > 0, -torch.inf)
+    return (score.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)

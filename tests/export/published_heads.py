@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from published_eagle3 import attended
 from torch import Tensor
 
 State = dict[str, Tensor]
@@ -106,23 +107,11 @@ class PublishedEagle:
         return x * scale * self.state[f"{name}.weight"]
 
     def _attention(self, read: Tensor, name: str) -> Tensor:
-        R, H, G = len(read), self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        Dh = len(read[0]) // self.config["num_attention_heads"]
         parts = [
             self._linear(read, f"{name}.self_attn.{part}_proj")
             + self.state.get(f"{name}.self_attn.{part}_proj.bias", torch.zeros(1))
             for part in "qkv"
         ]
-        Dh = parts[0].shape[1] // H
-        q, k, v = (part.view(R, -1, Dh).transpose(0, 1) for part in parts)
-        frequency = self.config.get("rope_theta", 10000.0) ** -(torch.arange(0, Dh, 2) / Dh)
-        angle = torch.outer(torch.arange(R).float(), frequency)
-        cos, sin = (torch.cat((part, part), -1) for part in (angle.cos(), angle.sin()))
-
-        def turn(heads: Tensor) -> Tensor:
-            first, second = heads.chunk(2, -1)
-            return heads * cos + torch.cat((-second, first), -1) * sin
-
-        k, v = (each.repeat_interleave(H // G, 0) for each in (turn(k), v))
-        score = turn(q) @ k.transpose(1, 2) * Dh**-0.5
-        score = score.masked_fill(torch.ones(R, R).triu(1) > 0, -torch.inf)
-        return (score.softmax(-1) @ v).transpose(0, 1).reshape(R, -1)
+        theta = self.config.get("rope_theta", 10000.0)
+        return attended([part.view(len(read), -1, Dh) for part in parts], theta, len(read))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_target import save_llama
 from transformers import AutoModelForCausalLM
 
+from spec_export.imports import lora
 from spec_export.model import target
 from spec_runtime.errors import UserError
 
@@ -70,6 +71,11 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(IDS).logits
     return found
+
+
+def test_a_pattern_of_alphas_is_for_whole_names() -> None:
+    config = lora.AdapterConfig("", 8.0, {"proj": 2.0}, is_rank_stabilised=False)
+    assert [config.scale(f"model.{name}", 4) for name in ("proj", "q_proj")] == [0.5, 2.0]
 
 
 @pytest.mark.parametrize("name", [*CASES, *TIED])

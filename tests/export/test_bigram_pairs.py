@@ -1,23 +1,20 @@
 """The table of bigrams in a drafter: where its pairs lie, the formula, and what its graph adds.
 
-tests/export/test_drafters.py compares the pairs of graphs with those of their modules.
+tests/export/test_drafter_graphs.py compares the pairs of graphs with those of their modules.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from formulas import D, backbone, make_batch, make_drafter
-from graphs import Runner
-from tiny_backbone import TRIMMED, VOCAB, chain
+from formulas import backbone, make_batch, make_drafter
+from guessing import random_table
+from tiny_backbone import TRIMMED, VOCAB
 
 from spec_export.drafters.bigram_pairs import NO_KEY, BigramPairs, conditioned_log_probs, hashed
 from spec_export.graphs.half import narrow
-from spec_export.graphs.slots import to_slots
 
 DRAFTED = torch.tensor([9, 7, 1, 4, 8, 5, 6])
 BIAS = {(7, 4): 2.0, (7, 6): -1.0, (8, 5): 1.5, (9, 4): 0.25}
@@ -113,52 +110,18 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
         drafter.add_bigrams(table())
 
 
-# ---- the exported graphs ----
-
-
-def random_table(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns a table of bigrams that has a third of all pairs."""
-    rng = np.random.default_rng(3)
-    ids = np.sort(ids)
-    previous, behind = np.nonzero(rng.random((len(ids), len(ids))) < 1 / 3)
-    return {
-        "previous": ids[previous].astype(np.int32),
-        "next": ids[behind].astype(np.int32),
-        "bias": rng.normal(size=len(behind)).astype(np.float32),
-        "token": ids[::2].astype(np.int32),
-        "unseen": -rng.random(len(ids[::2])).astype(np.float32),
-    }
-
-
-def test_a_run_without_masks_has_pairs_that_nobody_reads(tmp_path: Path) -> None:
-    """A chunk of the prompt asks for one row of logits; the shape of the pairs stays."""
-    drafter = make_drafter("parallelspec", num_masks=3, top_k=5)
-    drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
-    model = to_slots(drafter.export(backbone().config)["drafter"])
-    runner = Runner(model, tmp_path, "slots", 64)
-    features = np.zeros((1, 2, D), np.float32)
-    got = runner.step([3, 4], chain(2), ["guess_ids", "pair_log_probs"], [1], features=features)
-    assert got["guess_ids"].shape == (1, 5)
-    assert got["pair_log_probs"].shape == (3, 5, 5)
-
-
-@pytest.mark.parametrize("name", ["parallelspec", "medusa", "amphista"])
-def test_in_half_precision_a_table_keeps_its_keys(name: str) -> None:
+def test_in_half_precision_a_table_keeps_its_keys() -> None:
     """CUDA has every operator that the table adds, by the types that it has here."""
-    drafter = make_drafter(name, TRIMMED, top_k=5)
+    drafter = make_drafter("medusa", TRIMMED, top_k=5)
+    known = {node.op_type for node in drafter.export(backbone().config)["drafter"].graph}
     drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
     model = drafter.export(backbone().config)["drafter"]
-    drafter.bigrams = None
-    known = {node.op_type for node in drafter.export(backbone().config)["drafter"].graph}
-    added = {node.op_type for node in model.graph} - known
-    assert added <= {
+    assert {node.op_type for node in model.graph} - known <= {
         *("Cast", "Clip", "Concat", "Equal", "Exp", "Expand", "Log", "Mod", "Mul", "ReduceSum"),
         *("Slice", "Sub", "Unsqueeze"),
     }
     narrow(model, "fp16")
     weights = {str(v.name).rpartition(".")[2]: v.dtype for v in model.graph.initializers.values()}
-    halves = ("bias_HB", "unseen_V1")
     assert weights["key_HB"] == ir.DataType.INT64
-    found = [v for name, v in weights.items() if name in halves or name == "float16"]
-    assert found
-    assert set(found) == {ir.DataType.FLOAT16}
+    found = {weights.get(name) for name in ("bias_HB", "unseen_V1", "float16")} - {None}
+    assert found == {ir.DataType.FLOAT16}

@@ -19,6 +19,7 @@ from small import Run, toy_engine, write_small_bundle
 
 from spec_export import cli
 from spec_export.check import calibrate
+from spec_runtime import load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
 from spec_runtime.loop.proposer import PlainProposer
@@ -206,19 +207,14 @@ def test_no_usable_answer_is_said() -> None:
 # ------------------------------------------------------------------------------------ real bundles
 
 
-def trained() -> list[str]:
-    from spec_export import drafters
-
-    return drafters.trainable()
+# A drafter for each proposer.
+DRAFTERS = ("parallelspec", "dflash", "draft_model", "eagle3", "redrafter", "skip_layer")
 
 
-@pytest.mark.parametrize("name", trained())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     workshop: Any, tmp_path: Path, name: str, run: Run
 ) -> None:
-    pytest.importorskip("onnxruntime")
-    from spec_runtime import load
-
     folder = Path(shutil.copytree(workshop.bundle(name), tmp_path / "bundle"))
     prompts = tmp_path / "prompts.jsonl"
     texts = ["say abc, 3", "one two. one two. one", "x" * 5000]  # the last does not fit
@@ -263,7 +259,7 @@ def test_what_cannot_be_calibrated_is_one_line(tmp_path: Path, run: Run) -> None
 def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
     workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(shutil.copytree(workshop.bundle("medusa"), tmp_path / "bundle"))
+    folder = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
 
     def refuse(path: Path) -> None:
         raise OSError(30, "Read-only file system")
@@ -277,7 +273,7 @@ def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
 def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stored(
     workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    folder = Path(shutil.copytree(workshop.bundle("medusa"), tmp_path / "bundle"))
+    folder = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
     real, stored = bundles.write_manifest, dict[str, dict[str, Any]]()
 
     def meanwhile(name: str, calibration: dict[str, Any]) -> None:
@@ -291,7 +287,7 @@ def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stor
     prompts.write_text(json.dumps({"prompt": "say abc, 3"}) + "\n")
     calibrate.run(folder, prompts, max_new_tokens=4, threads=1, on_found=meanwhile)
     (info,) = bundles.read(folder).manifest.drafters
-    assert (info.expected_accepted_length, info.calibration) == (4.25, stored["medusa"])
+    assert (info.expected_accepted_length, info.calibration) == (4.25, stored["parallelspec"])
 
     def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")

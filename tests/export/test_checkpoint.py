@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_target import Touch
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -292,16 +293,6 @@ def test_provenance_is_json_and_names_the_run() -> None:
 
 
 # ---- foreign or damaged folders ----
-
-
-class Touch:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def rewrite(folder: Path, header: str, **values: Any) -> None:

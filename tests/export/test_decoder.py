@@ -1,4 +1,4 @@
-"""Compares the eager backbone with transformers, family by family, on tiny random models.
+"""The eager backbone beside what test_families.py compares: rows, dtypes, rotation, refusals.
 
 Tolerance: 2e-5 of the largest logit. Both sides are float32 but sum in different orders (fused
 products, attention over a longer buffer), which measures 2e-6 at most here; a wrong frequency,
@@ -17,20 +17,14 @@ import torch
 import transformers
 from tiny_backbone import (
     CONTEXT,
-    FAMILIES,
     HEAD_DIM,
-    HEADS,
     LAYERS,
-    LINEAR,
-    LLAMA3,
     ORIGINAL,
-    YARN,
     YARN_FACTOR,
     Decoder,
     backbone_of,
     chain,
     longrope,
-    path_to,
     random_tokens,
     reference,
     tiny,
@@ -38,99 +32,15 @@ from tiny_backbone import (
 from torch import Tensor
 
 from spec_export.model.decoder import Backbone
-from spec_export.model.hidden_states import features_and_taps
 from spec_export.model.modules.attention import window_mask
 from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5
-# family, what is special, config options
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "grouped heads", {}),
-    ("llama", "one key/value head", {"num_key_value_heads": 1}),
-    ("llama", "as many key/value heads", {"num_key_value_heads": HEADS}),
-    ("llama", "tied", {"tie_word_embeddings": True}),
-    ("llama", "biases", {"attention_bias": True, "mlp_bias": True}),
-    ("llama", "wide heads", {"head_dim": 32}),
-    ("llama", "linear", {"rope_parameters": LINEAR}),
-    ("llama", "llama3", {"rope_parameters": LLAMA3}),
-    ("llama", "yarn", {"rope_parameters": YARN}),
-    ("llama", "yarn, given attention factor", {"rope_parameters": YARN_FACTOR}),
-    ("llama", "longrope", {"rope_parameters": longrope(8)}),
-    ("mistral", "grouped heads", {}),
-    ("mistral", "tied", {"tie_word_embeddings": True}),
-    ("mistral", "wide window", {"sliding_window": CONTEXT}),
-    ("mistral", "yarn", {"rope_parameters": YARN}),
-    ("qwen2", "attention bias", {}),
-    ("qwen2", "tied", {"tie_word_embeddings": True}),
-    ("qwen2", "yarn", {"rope_parameters": YARN}),
-    ("qwen3", "q/k norm", {}),
-    ("qwen3", "tied", {"tie_word_embeddings": True}),
-    ("qwen3", "attention bias", {"attention_bias": True}),
-    ("qwen3", "wide heads, yarn", {"head_dim": 32, "rope_parameters": YARN}),
-    ("phi3", "fused", {}),
-    ("phi3", "tied", {"tie_word_embeddings": True}),
-    ("phi3", "partial", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
-    (
-        "phi3",
-        "longrope",
-        {"rope_parameters": longrope(8), "original_max_position_embeddings": ORIGINAL},
-    ),
-    (
-        "phi3",
-        "partial longrope",
-        {
-            "rope_parameters": longrope(4, partial_rotary_factor=0.5),
-            "original_max_position_embeddings": ORIGINAL,
-        },
-    ),
-]
-every_case = pytest.mark.parametrize(
-    ("family", "options"), [pytest.param(f, o, id=f"{f}: {name}") for f, name, o in CASES]
-)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
     scale = expected.abs().max().item()
     assert (actual - expected).abs().max().item() <= RELATIVE_TOLERANCE * scale
-
-
-@every_case
-def test_chunks_and_random_trees_match_transformers(family: str, options: dict[str, Any]) -> None:
-    """A node's logits equal those of its path without the other nodes; kept paths leave out rows.
-
-    Above ORIGINAL tokens transformers, like us, takes longrope's long factors.
-    """
-    model = tiny(family, **options)
-    decoder = Decoder(backbone_of(model))
-    text = random_tokens(40, seed=1)
-    expected = reference(model, text)
-    for part, rows in ((text[:23], expected[:23]), (text[23:], expected[23:])):
-        close(decoder.step(part, chain(len(part)))[0], rows)
-        decoder.keep(list(range(len(part))))
-    for tokens, parents, kept in (
-        (random_tokens(7, seed=3), [0, 0, 0, 1, 2, 4, 4], [0, 2, 4, 6]),
-        (random_tokens(6, seed=4), [0, 0, 0, 2, 2, 3], [0, 2]),
-        (random_tokens(5, seed=5), [0, 0, 1, 0, 3], [0]),
-        (random_tokens(1, seed=6), [0], [0]),
-    ):
-        logits = decoder.step(tokens, parents)[0]
-        for node in range(len(tokens)):
-            path = [tokens[i] for i in path_to(node, parents)]
-            close(logits[node], reference(model, text + path)[-1])
-        decoder.keep(kept)
-        text += [tokens[i] for i in kept]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_taps_and_features_are_transformers_hidden_states(family: str) -> None:
-    model = tiny(family)
-    tokens = random_tokens(9, seed=7)
-    with torch.no_grad():
-        taps = (2, 0, 1, LAYERS)
-        states = features_and_taps(model.model, torch.tensor([tokens]), taps)
-    _, *found = Decoder(backbone_of(model, taps=taps)).step(tokens, chain(9))
-    for actual, expected in zip(found, states, strict=True):
-        close(actual, expected[0])
 
 
 def test_only_the_rows_asked_for_get_logits() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from formulas import backbone, check_loss, cross_entropy, make_batch, make_drafter, new_drafter
+from formulas import backbone, make_batch, make_drafter, new_drafter
 from guessing import TOLERANCE, check_along_trees
-from tiny_backbone import HEAD_DIM, TRIMMED, VOCAB, backbone_of, tiny
+from tiny_backbone import HEAD_DIM, TRIMMED, VOCAB
 from tiny_target import save_llama
 from torch import Tensor
 from workshop import Workshop
@@ -20,8 +20,7 @@ from workshop import Workshop
 import spec_runtime
 from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
-from spec_export.drafters.draft_model import Config, Drafter, Pretrained, require_same_tokens
-from spec_export.drafters.layers import Batch
+from spec_export.drafters.draft_model import Config, Drafter, require_same_tokens
 from spec_export.graphs.slots import to_slots
 
 NAME = "draft_model"
@@ -90,28 +89,6 @@ def test_guesses_are_the_models_next_tokens(trimmed: bool) -> None:
                 assert (expected[t + 1 + k][ids[b, t, k]] - best.values).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"prompt_weight": 0.3}, {"soft_weight": 0.5}, {"layers": 1, "num_kv_heads": 3}]
-)
-def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> None:
-    drafter = make_drafter(NAME, TRIMMED, **options)
-    soft, prompt_weight = drafter.config.soft_weight, drafter.config.prompt_weight
-
-    def logits_of(token_T: Tensor, feature_TD: Tensor) -> list[list[Tensor]]:
-        hidden_RD = drafter.hidden_rows(token_T[None])[0, 1:]
-        return [[drafter.head_VD @ drafter.output_rows(hidden_D)] for hidden_D in hidden_RD]
-
-    def reference(batch: Batch) -> tuple[Tensor, list[int], list[int]]:
-        loss, correct_K, count_K = cross_entropy(drafter, batch, logits_of, [(1 - soft, soft)])
-        if prompt_weight:
-            prompt = dataclasses.replace(batch, loss_BT=~batch.loss_BT)
-            of_prompt = cross_entropy(drafter, prompt, logits_of, [(1 - soft, soft)])[0]
-            loss = loss + prompt_weight * of_prompt
-        return loss, correct_K, count_K
-
-    check_loss(drafter, reference, (12, 7))
-
-
 def test_it_needs_no_features() -> None:
     drafter, batch = make_drafter(NAME), make_batch((9, 5))
     blind = dataclasses.replace(batch, feature_BTF=None)
@@ -149,11 +126,10 @@ def test_its_own_weights_are_small() -> None:
 # ---- the exported graph ----
 
 
-@pytest.mark.parametrize("vocabulary", [TRIMMED, None], ids=["trimmed", "whole"])
-def test_the_graph_guesses_as_the_model_does_along_a_tree(
-    vocabulary: Tensor | None, tmp_path: Path
-) -> None:
-    drafter = make_drafter(NAME, vocabulary, top_k=5)
+def test_the_graph_guesses_as_the_model_does_along_a_tree(tmp_path: Path) -> None:
+    """The graph of a model that is there already has the whole vocabulary, see
+    test_drafter_graphs.py."""
+    drafter = make_drafter(NAME, TRIMMED, top_k=5)
     graph, model = drafter.export(backbone().config)["drafter"], as_transformers(drafter)
 
     def expected_of(token_T: Tensor, length: int) -> tuple[Tensor, None]:
@@ -164,23 +140,6 @@ def test_the_graph_guesses_as_the_model_does_along_a_tree(
 
 
 # ---- a model that is there already ----
-
-
-@pytest.mark.parametrize(
-    ("family", "form"), [("llama", "slots"), ("qwen3", "slots"), ("phi3", "contiguous")]
-)
-def test_a_pretrained_models_graph(family: str, form: str, tmp_path: Path) -> None:
-    """Its table has more rows than the target has tokens: the rest is never guessed."""
-    model = tiny(family, tie_word_embeddings=family == "qwen3")
-    ids = torch.arange(VOCAB - 7)
-    drafter = Pretrained(backbone_of(model), VOCAB - 7, Config(top_k=5))
-    graph = drafter.export(backbone_of(model).config)["drafter"]
-
-    def expected_of(token_T: Tensor, length: int) -> tuple[Tensor, None]:
-        return log_q(model, token_T, ids)[-1], None
-
-    graph = to_slots(graph) if form == "slots" else graph
-    check_along_trees(graph, tmp_path, form, expected_of, vocab=VOCAB - 7)
 
 
 def test_vocabularies_must_agree_token_by_token() -> None:

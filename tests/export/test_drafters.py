@@ -1,53 +1,36 @@
 """Checks what the modules of all drafters must do; tests/test_contract.py checks whole engines.
 
-The loss of each drafter is compared with its paper's formula in the drafter's own file.
+test_formulas.py compares their losses with the papers' formulas, test_drafter_graphs.py their
+graphs with the modules.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
 import torch
 from formulas import (
     PLUS_PLUS,
+    SMALL,
     VARIANTS,
-    backbone,
     features_of,
     make_batch,
     make_drafter,
     new_drafter,
     width_of,
 )
-from guessing import check_levels, check_one_pass
-from test_bigram_pairs import random_table
-from tiny_backbone import TRIMMED, VOCAB
+from tiny_backbone import LAYERS, VOCAB, backbone_of, tiny
 
 from spec_export import drafters
 from spec_export.drafters.layers import Batch
 from spec_export.training import recipe
+from spec_runtime.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LEVELS = ("hydra", "redrafter", "semi_autoregressive")
-# Whose graphs have a table of bigrams, too.
-WITH_BIGRAMS = {
-    ("amphista", "full"),
-    ("amphista", "no stage"),
-    ("medusa", "shared"),
-    ("medusa", "own"),
-    ("parallelspec", "masks with the root token"),
-    ("parallelspec", "eagle"),
-}
-# The largest difference of a row, in amphista the mean one (measures 0.14 and 0.8; other rows are
-# 0.7 away, so that int4 only shows that the graph runs).
-TOLERANCES = {
-    "amphista": {"int8": 0.3, "int4": 1.5},
-    "medusa": {"int8": 0.1, "int4": 1.0},
-    "parallelspec": {},
-}
 every_drafter = pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -57,23 +40,6 @@ every_drafter = pytest.mark.parametrize(
         pytest.param("redrafter", {"head": "own"}, id="redrafter, own head"),
     ],
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name, cases in VARIANTS.items() for case in cases]
-)
-def test_the_graphs_guess_as_the_module_does(name: str, case: str, tmp_path: Path) -> None:
-    """EAGLE and draft models are checked along trees, in files of their own."""
-    vocabulary = None if case in ("default", "hydra", "fixed attention", "eagle") else TRIMMED
-    drafter = make_drafter(name, vocabulary, **{"top_k": 5} | VARIANTS[name][case])
-    if name in LEVELS:
-        check_levels(drafter, tmp_path)
-        return
-    tolerances = TOLERANCES[name]
-    if (name, case) in WITH_BIGRAMS:
-        drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
-        tolerances = tolerances or {"int8": np.inf, "int4": np.inf}  # the pairs count
-    check_one_pass(drafter, tmp_path, tolerances, np.mean if name == "amphista" else np.max)
 
 
 @every_drafter
@@ -150,12 +116,39 @@ def test_an_untrained_drafter_guesses_what_the_target_says_next(
 
 LAYER = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
 BLOCKS = {f"blocks.{k}.{layer}.weight" for k in range(2) for layer in range(2)}
+STAGE = {f"layers.{i}.{name}" for i in range(2) for name in LAYER} | {
+    name
+    for i in range(2)
+    for name in (
+        f"final_norms.{i}",
+        *(f"mixers.{i}.{part}" for part in ("fc", "norms.0", "norms.1")),
+    )
+}
+MUTUAL = {f"attention.0.{name}" for name in ("norm", "qkv", "out")}
+WHOLE = STAGE | MUTUAL | {"position_table"} | {f"blocks.{k}.0.weight" for k in range(4)}
+SECOND = {name for name in STAGE if name.startswith(("layers.1", "mixers.1"))} | {"final_norms.1"}
+# Of each switch of Amphista, what it leaves out and adds.
+AMPHISTA: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, WHOLE),
+    ({"auto_embedding": False}, WHOLE - MUTUAL - {"position_table"}),
+    ({"position_table": False}, WHOLE - {"position_table"}),
+    ({"staged": "one"}, WHOLE - SECOND),
+    ({"staged": "none"}, WHOLE - STAGE),
+    ({"sampled_token": False}, WHOLE - {"mixers.0.norms.1", "mixers.1.norms.1"}),
+    ({"attention_layers": 2}, WHOLE | {name.replace("0", "1") for name in MUTUAL}),
+    (
+        {"feed_forward": True},
+        WHOLE | {f"attention.0.{name}" for name in ("mlp_norm", "gate_up", "down")},
+    ),
+    ({"heads": "own"}, WHOLE | {f"output_heads.{k}" for k in range(4)}),
+]
 EAGLE = {"fc", "fc_bias", *(f"layers.0.{name}" for name in LAYER)}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "names"),
     [
+        *(("amphista", options, names) for options, names in AMPHISTA),
         ("eagle", {}, EAGLE),
         ("eagle", {"normalise": True}, EAGLE | {"input_norm"}),
         (
@@ -236,107 +229,97 @@ def test_what_the_proposer_is_told(name: str, options: Any, told: dict[str, Any]
     assert make_drafter(name, **options).runtime_config() == told
 
 
-NONE_POSITIVE = {"lambda_soft": 0.0, "lambda_hard": 0.0}
-BAD_FIELDS: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "amphista": [
-        ({"heads": "tied"}, "got heads 'tied', expected 'own' or 'shared'"),
-        ({"staged": "three"}, "got staged 'three', expected 'none', 'one' or 'two'"),
-        ({"staged": "none", "taps": (1,)}, r"got taps \[1\] without a layer that reads them"),
-        ({"num_heads": 1}, 'got one head for two stages: set staged = "one"'),
-        ({"num_heads": 0}, "got num_heads 0, expected 1 or more"),
-        ({"attention_layers": 0}, "got attention_layers 0, expected 1 or more"),
-        ({"lambda_soft": -1.0}, "got lambda_soft -1.0, expected 0 or more"),
-        (NONE_POSITIVE, "got lambda_soft 0 and lambda_hard 0, expected one of them positive"),
-    ],
-    "draft_model": [
-        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
-        ({"layers": 0}, "got layers 0, expected 1 or more"),
-        ({"hidden_size": 0}, "got hidden_size 0"),
-        ({"num_heads": 5}, "got num_heads 5, expected a multiple of num_kv_heads, 2"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5, expected at most 1"),
-        ({"prompt_weight": -1.0}, "got prompt_weight -1.0, expected 0 or more"),
-    ],
-    "eagle": [
-        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
-        ({"layers": 0}, "got layers 0, expected 1 or more"),
-        ({"ttt_steps": 0}, "got ttt_steps 0"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5"),
-        ({"feature_noise": -0.1}, "got feature_noise -0.1, expected 0 or more"),
-    ],
-    "hydra": [
-        ({"num_layers": -1}, "got num_layers -1, expected 0 or more"),
-        ({"num_layers": 0, "first_block": "residual"}, "got num_layers 0, expected 1 or more"),
-        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
-        ({"soft_weight": -0.1}, "got soft_weight -0.1, expected 0 or more"),
-    ],
-    "medusa": [
-        ({"heads": "tied"}, "got heads 'tied', expected 'own' or 'shared'"),
-        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
-        ({"num_heads": 0}, "got num_heads 0, expected 1 or more"),
-        ({"num_layers": 0}, "got num_layers 0"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5"),
-    ],
-    "parallelspec": [
-        ({"style": "hydra"}, "got style 'hydra', expected 'medusa' or 'eagle'"),
-        ({"mask_feature": "last"}, "got mask_feature 'last', expected 'zero' or 'anchor'"),
-        ({"inputs": "features"}, "got inputs 'features', expected 'tokens' or"),
-        ({"style": "eagle", "inputs": "tokens"}, "style 'eagle' regresses features"),
-        ({"inputs": "tokens", "taps": (1,)}, "leave taps empty"),
-        ({"num_masks": -1}, "got num_masks -1, expected 0 or more"),
-        ({"layers": 0}, "got layers 0"),
-        ({"anchor_fraction": 0.0}, "got anchor_fraction 0.0, expected more than 0"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5"),
-        ({"loss": "kl"}, "got loss 'kl', expected 'ce', 'tv' or 'lk'"),
-        ({"depth_weights": "flat"}, "got depth_weights 'flat', expected 'decay' or 'reach'"),
-        ({"tv_weight": 1.5}, "got tv_weight 1.5, expected at most 1"),
-        ({"depth_keep": 0.0}, "got depth_keep 0.0, expected more than 0"),
-        ({"prompt_weight": -1.0}, "got prompt_weight -1.0, expected 0 or more"),
-        ({"feature_noise": 0.1}, "got feature_noise 0.1 with style 'medusa', expected 0"),
-    ],
-    "redrafter": [
-        ({"num_layers": -1}, "got num_layers -1, expected 0 or more"),
-        ({"head": "tied"}, "got head 'tied', expected 'own' or 'shared'"),
-        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
-    ],
-    "semi_autoregressive": [
-        ({"kind": "gru"}, "got kind 'gru', expected 'fixed_attention', 'lstm', 'rnn' or"),
-        ({"head": "tied"}, "got head 'tied', expected 'own' or 'shared'"),
-        ({"layers": 7}, "got layers 7, expected at most 6"),
-        ({"head_width": 0}, "got head_width 0"),
-        ({"alpha_rate": 0.0}, "got alpha_rate 0.0, expected more than 0"),
-        ({"soft_weight": 0.5}, "a head of its own learns hard labels"),
-    ],
-    "skip_layer": [
-        ({"head": "own"}, "got head 'own', expected 'target' or 'trained'"),
-        ({"layers": 0}, "got layers 0"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5"),
-        ({"exit_layers": (1, 4)}, r"got layers 8 and exit_layers \[1, 4\], expected different"),
-        ({"layers": 1, "exit_layers": (4,)}, "the loss behind layer 1 has weight 0"),
-        ({"exit_layers": (8,)}, r"got layers 8 and exit_layers \[8\], expected different"),
-        ({"exit_layers": (9, 9)}, r"exit_layers \[9, 9\], expected different"),
-        ({"exit_every": 2}, "got exit_every 2 of 0 exit_layers"),
-        ({"exit_layers": (9, 10), "exit_every": 3}, "got exit_every 3 of 2 exit_layers"),
-        ({"exit_every": 0}, "got exit_every 0"),
-    ],
+# Whole numbers whose least value is not 1; floats without bounds, at most 1, more than 0.
+LEAST = {
+    **{"dflash.block_size": 2, "dflash.conv_size": 0},
+    **{"dflash.markov_rank": 0, "dflash.mask_token_id": 0, "hydra.num_layers": 0},
+    **{"pard.mask_token_id": 0, "pard.num_masks": 0, "parallelspec.num_masks": 0},
+    **{"peagle.mask_token_id": 0, "peagle.num_masks": 0, "redrafter.num_layers": 0},
+    "semi_autoregressive.layers": 0,
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [(name, *case) for name, cases in BAD_FIELDS.items() for case in cases],
-)
-def test_what_a_config_refuses(name: str, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        drafters.load(name).Config(**fields)
+UNBOUND = ("decay", "w_reg", "w_cls")
+SHARES = ("soft_weight", "tv_weight", "depth_keep", "anchor_fraction")
+POSITIVE = ("alpha_rate", "depth_keep", "pard.anchor_fraction", "parallelspec.anchor_fraction")
+READS_TAPS = ("amphista", "dflash", "eagle3", "parallelspec", "peagle")
 
 
 @pytest.mark.parametrize("name", drafters.trainable())
-def test_counts_in_a_config_start_at_1(name: str) -> None:
-    config = drafters.load(name).Config
-    counts = {field.name for field in dataclasses.fields(config)}
-    for field in counts & {"num_guesses", "max_width", "top_k"}:
-        with pytest.raises(ValueError, match=f"got {field} 0, expected 1 or more"):
-            config(**{field: 0})
+def test_every_field_of_a_config_has_bounds(name: str) -> None:
+    config, known = drafters.load(name).Config, SMALL.get(name, {})
+
+    def refused(field: str, value: Any, expected: str) -> None:
+        with pytest.raises(UserError, match=rf"got {field} {value!r}.*expected {expected}"):
+            config(**known | {field: value})
+
+    for field, kind in get_type_hints(config).items():
+        kinds = get_args(kind) or (kind,)
+        least = LEAST.get(f"{name}.{field}", 1)
+        if get_origin(kind) is Literal:
+            refused(field, "other", f"'{kinds[0]}'")
+        elif int in kinds and get_origin(kind) is not tuple:
+            refused(field, least - 1, f"{least} or more")
+        elif float in kinds and field not in UNBOUND:
+            is_positive = field in POSITIVE or f"{name}.{field}" in POSITIVE
+            refused(field, *((0.0, "more than 0") if is_positive else (-0.1, "0 or more")))
+            if field in SHARES:
+                refused(field, 1.5, "at most 1")
+        elif field == "taps" and name not in READS_TAPS:
+            with pytest.raises(UserError, match=r"got taps \(1,\), expected none"):
+                config(**known | {"taps": (1,)})
+
+
+SMALL_MODEL = SMALL["pard"]["model"]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("amphista", {"staged": "none", "taps": (1,)}, r"got taps \[1\] without a layer that reads"),
+    ("amphista", {"num_heads": 1}, 'got one head for two stages: set staged = "one"'),
+    ("amphista", {"lambda_soft": 0.0, "lambda_hard": 0.0}, "and lambda_hard 0, expected one of"),
+    ("dflash", {"taps": ()}, "got no taps, expected the target layers"),
+    ("dflash", {"mask_token_id": VOCAB}, f"mask_token_id {VOCAB}, expected one below {VOCAB}"),
+    ("dflash", {"hidden_size": 48}, "hidden_size 48 with the target's embedding and head"),
+    (
+        "draft_model",
+        {"num_heads": 5, "num_kv_heads": 2},
+        "num_heads 5, expected a multiple of num_",
+    ),
+    ("eagle3", {"hidden_size": 48}, "hidden_size 48 with the target's embedding, expected its 64"),
+    ("eagle3", {"head_dim": 8}, "head_dim 8 with the target's rotary embedding, expected its 16"),
+    ("eagle3", {"rope": {"rope_type": "spiral"}}, "got rotary embedding 'spiral'"),
+    ("eagle3", {"sliding_layers": (0,)}, r"got sliding_layers \[0\] and no window, expected its"),
+    ("eagle3", {"sliding_layers": (1,), "window": 9}, r"got sliding_layers \[1\], expected some"),
+    ("eagle3", {"num_kv_heads": 3}, "got 4 heads over 3 key/value heads"),
+    ("hydra", {"num_layers": 0, "first_block": "residual"}, "got num_layers 0, expected 1 or more"),
+    (
+        "pard",
+        {"model": SMALL_MODEL | {"model_type": "gpt2"}},
+        "got a model of model_type 'gpt2', e",
+    ),
+    ("pard", {"model": SMALL_MODEL | {"vocab_size": VOCAB}}, f"got a model of {VOCAB} tokens, exp"),
+    ("pard", {"model": SMALL_MODEL | {"hidden_size": "x"}}, "got a faulty model config: "),
+    ("parallelspec", {"style": "eagle", "inputs": "tokens"}, "style 'eagle' regresses features"),
+    ("parallelspec", {"inputs": "tokens", "taps": (1,)}, "leave taps empty"),
+    ("parallelspec", {"feature_noise": 0.1}, "feature_noise 0.1 with style 'medusa', expected 0"),
+    ("peagle", {"mask_token_id": VOCAB}, f"got mask_token_id {VOCAB}, expected one of the targ"),
+    ("semi_autoregressive", {"layers": 7}, "got layers 7, expected at most 6"),
+    ("semi_autoregressive", {"soft_weight": 0.5}, "a head of its own learns hard labels"),
+    ("skip_layer", {"layers": 8, "exit_layers": (1, 4)}, r"exit_layers \[1, 4\], expected differe"),
+    ("skip_layer", {"layers": 1, "exit_layers": (4,)}, "the loss behind layer 1 has weight 0"),
+    ("skip_layer", {"layers": 8, "exit_layers": (8,)}, r"got layers 8 and exit_layers \[8\], exp"),
+    ("skip_layer", {"exit_layers": (9, 9)}, r"exit_layers \[9, 9\], expected different"),
+    ("skip_layer", {"layers": 8, "exit_every": 2}, "got exit_every 2 of 0 exit_layers"),
+    ("skip_layer", {"layers": 8, "exit_layers": (9, 10), "exit_every": 3}, "got exit_every 3 of 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_drafter(name, **options)
+
+
+def test_taps_beyond_the_target_are_refused() -> None:
+    fusion = make_drafter("eagle3", taps=(1, LAYERS + 1)).fusion
+    with pytest.raises(ValueError, match=r"got taps \[1, 4\], expected distinct layer ids from 0"):
+        backbone_of(tiny("llama")).add_fusion("eagle3", fusion)
 
 
 @pytest.mark.parametrize(
@@ -347,13 +330,3 @@ def test_every_recipe_can_be_built(path: Path) -> None:
     definition = drafters.load(plan.drafter_name)
     config = recipe.build_config(definition.Config, plan.drafter_fields, str(path))
     assert config.top_k >= 1
-
-
-def test_a_medusa_graph_has_no_product_too_many() -> None:
-    for options in VARIANTS["medusa"].values():
-        drafter = make_drafter("medusa", **options)
-        config = drafter.config
-        model = drafter.export(backbone().config)["drafter"]
-        products = sum(node.op_type in ("MatMul", "Gemm") for node in model.graph)
-        heads = config.num_heads if config.heads == "own" else 1
-        assert products == config.num_heads * config.num_layers + heads

@@ -54,7 +54,7 @@ def test_the_example_meets_the_contract(
         contract.check_no_token_changes(engine, sampling)
     with monkeypatch.context() as patch:
         contract.check_guesses_are_pytorchs(fluent, engine, name, patch)
-    contract.check_int8(fluent, name)
+    contract.check_int8(fluent.bundle(name, "int8"), name)
 
 
 def test_the_example_trains(name: str, workshop: Workshop) -> None:

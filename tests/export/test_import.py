@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -155,6 +156,9 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] 
 }
 
 
+GRAPHS = ("speculators", "GGUF")
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_llama(tmp_path_factory.mktemp("import") / "llama", num_hidden_layers=N)
@@ -221,9 +225,9 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Dra
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
-    """Levels 0 to 2 of what was imported, as module and as graph, against the published forward
-    pass on the weights as they were written, within 1e-4; the importer knows nothing but the
-    files."""
+    """Levels 0 to 2 of what was imported, as module and, of some, as graph, against the published
+    forward pass on the weights as they were written, within 1e-4; the importer knows nothing but
+    the files."""
     folder, drafter = write_format(tmp_path, name, llama)
     report = Lines()
     saved = load_drafter(
@@ -242,9 +246,10 @@ def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path:
         fused = published.fused([tap[0] for tap in taps])
         rows = [published.levels(fused[: t + 1], token_T.tolist(), 3) for t in range(8)]
         expected_RKV = torch.stack([torch.stack([published.log_q(x) for x in row]) for row in rows])
-    for ids, log_probs, _ in guesses_of(
+    guesses = guesses_of(
         module, hf_model, token_T, tmp_path / "graphs", 3, fuses=name == "speculators"
-    ):
+    )
+    for ids, log_probs, _ in itertools.islice(guesses, 2 if name in GRAPHS else 1):
         require_near(ids[:8, :3], log_probs[:8, :3], expected_RKV)
 
 
@@ -259,8 +264,8 @@ def test_what_speculators_wrote_guesses_as_speculators_does(
     name: str, llama: Path, tmp_path: Path
 ) -> None:
     """Files and logits are of the library itself, see written_by_speculators/write.py: levels 0 to
-    2 of module and graph within 1e-4, where its rows still read true tokens, or P-EAGLE's guesses.
-    """
+    2 of the module, and of two graphs, within 1e-4, where its rows still read true tokens, or
+    P-EAGLE's guesses."""
     folder = Path(__file__).parent / "written_by_speculators" / name
     out = run(str(folder), str(llama), tmp_path / "out", is_measured=False)
     hf_model, backbone = backbone_of(llama)
@@ -270,17 +275,16 @@ def test_what_speculators_wrote_guesses_as_speculators_does(
     tap_TF = torch.nn.functional.pad(states_TF, (0, 0, 0, 1))
     expected_KRV = torch.log_softmax(torch.from_numpy(golden["logits"]), -1)
     num_levels = 1 if name == "peagle" else 3
-    for ids, log_probs, _ in guesses_of(
-        module, hf_model, token_T, tmp_path / "graphs", num_levels, tap_TF
-    ):
+    guesses = guesses_of(module, hf_model, token_T, tmp_path / "graphs", num_levels, tap_TF)
+    for ids, log_probs, _ in itertools.islice(guesses, 2 if name in ("qwen3", "peagle") else 1):
         for k in range(3):
             rows = slice(0, len(token_T) - max(num_levels, k + 1))
             require_near(ids[rows, k], log_probs[rows, k], expected_KRV[k, rows])
 
 
 def test_a_drafter_with_masks_guesses_as_published(llama: Path, tmp_path: Path) -> None:
-    """All guesses of what was imported, as module and as graph, against the published forward
-    pass, within 1e-4."""
+    """All guesses of what was imported against the published forward pass, within 1e-4. For the
+    graph see test_drafter_graphs.py."""
     folder, drafter = write_peagle(tmp_path / "x", llama)
     report = Lines()
     out = run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
@@ -296,8 +300,8 @@ def test_a_drafter_with_masks_guesses_as_published(llama: Path, tmp_path: Path) 
         fused = published.fused([tap[0] for tap in taps])
         rows = [published.group(fused[: t + 1], token_T.tolist(), 3) for t in range(11)]
         expected_RKV = torch.stack([published.log_q(row) for row in rows])
-    for ids, log_probs, _ in guesses_of(module, hf_model, token_T, tmp_path / "graphs"):
-        require_near(ids, log_probs, expected_RKV)
+    ids, log_probs, _ = next(guesses_of(module, hf_model, token_T, tmp_path / "graphs"))
+    require_near(ids, log_probs, expected_RKV)
 
 
 PEAGLE_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -59,6 +59,7 @@ SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "se
 DFLASH2 = {"conv_size": 3, "conv_group": 8, "markov_rank": 6, "selector": True, "top_k": TOP}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW}
 CUT = ("speculators", "GGUF")  # formats that are written with a draft vocabulary
+GRAPHS = ("z-lab", "speculators' windows", "GGUF's dflash2")
 
 
 def flat_markov(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -366,8 +367,9 @@ def require_selected(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
-    """All guesses of whole blocks, of module and graph, against the published forward pass, within
-    1e-4, and those of a Markov head after each of the candidates before them."""
+    """All guesses of whole blocks against the published forward pass, within 1e-4, and those of a
+    Markov head after each of the candidates before them: of the module and, where it is of another
+    make, of the graph, see test_drafter_graphs.py too."""
     folder, state = write_format(tmp_path / "x", name, llama)
     report = Lines()
     out = run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
@@ -387,9 +389,8 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
     token_T = torch.arange(3, 15) * 7 % VOCAB
     with torch.no_grad():
         _, *taps = features_and_taps(hf_model.model, token_T[None], module.config.taps)
-    for ids, log_probs, pairs in guesses_of(
-        module, hf_model, token_T, tmp_path / "graphs", fuses=True
-    ):
+    guesses = guesses_of(module, hf_model, token_T, tmp_path / "graphs", fuses=True)
+    for ids, log_probs, pairs in itertools.islice(guesses, 2 if name in GRAPHS else 1):
         assert (pairs is not None) == ("markov_rank" in fields)
         assert ids.shape[1] == ROWS - (0 if is_anchor else 1)
         for t in range(11):
@@ -413,7 +414,7 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
                 torch.testing.assert_close(pair_CC, after, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["speculators' dspark", "GGUF", "z-lab's dflash2"])
+@pytest.mark.parametrize("name", ["speculators' dspark", "z-lab's dflash2"])
 def test_an_imported_block_drafter_changes_no_token(
     name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -49,17 +50,18 @@ def model(llama: Path) -> Any:
 
 
 def imported(
-    source: Path, llama: Path, model: Any, out: Path
+    source: Path, llama: Path, model: Any, out: Path, has_graph: bool = True
 ) -> tuple[Any, list[Guesses], torch.Tensor]:
-    """Returns the module of what was imported, its guesses and its graph's, and the text's final
-    features [T, D]."""
+    """Returns the module of what was imported, its guesses and its graph's, if it is wanted, and
+    the text's final features [T, D]."""
     saved = load_drafter(run(str(source), str(llama), out, is_measured=False))
     backbone = Backbone.from_transformers(model)
     module = load_module(saved, backbone.config, target.ends(backbone))
     token_T = torch.tensor(TOKENS)
     with torch.no_grad():
         (feature_BTD,) = features_and_taps(model.model, token_T[None], ())
-    return module, list(guesses_of(module, model, token_T, out / "graphs", 3)), feature_BTD[0]
+    guesses = guesses_of(module, model, token_T, out / "graphs", 3)
+    return module, list(itertools.islice(guesses, 1 + has_graph)), feature_BTD[0]
 
 
 def require_guesses(guesses: list[Guesses], k: int, t: int, log_q_V: torch.Tensor) -> None:
@@ -88,7 +90,7 @@ def test_medusas_heads_guess_as_they_are_published(
     torch.manual_seed(1)
     state = medusa_state(3, num_layers, D, V)
     source = write(tmp_path / "heads", config, state, name)
-    module, guesses, feature_TD = imported(source, llama, model, tmp_path / "out")
+    module, guesses, feature_TD = imported(source, llama, model, tmp_path / "out", case == "v1")
     runs = config.get("medusa_num_layers", num_layers)
     for i in range(3):  # blocks that a file holds once are run again
         for j in range(num_layers, runs):
@@ -111,7 +113,7 @@ def test_heads_lie_in_the_files_of_a_whole_model(llama: Path, model: Any, tmp_pa
     tensors = safetensors.torch.load_file(whole / "model.safetensors")
     tensors |= {f"medusa_head.{name}": tensor for name, tensor in state.items()}
     safetensors.torch.save_file(tensors, whole / "model.safetensors")
-    _, guesses, feature_TD = imported(whole, whole, model, tmp_path / "out")
+    _, guesses, feature_TD = imported(whole, whole, model, tmp_path / "out", False)
     head = model.lm_head.weight.detach()
     require_guesses(guesses, 1, 4, medusa_log_q(state, 1, feature_TD[4], head)[1])
     assert load_drafter(tmp_path / "out").provenance["imported"]["doubts"] == []
@@ -138,7 +140,8 @@ def test_eagle_1_guesses_as_it_is_published(
     embed_VD = model.model.embed_tokens.weight.detach()
     stored = state | {"embed_tokens.weight": embed_VD.bfloat16()}  # as rounded as theirs may be
     source = write(tmp_path / "eagle", config, stored, "pytorch_model.bin")
-    _, guesses, feature_TD = imported(source, llama, model, tmp_path / "out")
+    is_whole = "qkv_bias" in options
+    _, guesses, feature_TD = imported(source, llama, model, tmp_path / "out", is_whole)
     published = PublishedEagle(state, config, embed_VD)
     for t in (0, 6):
         for k, row in enumerate(published.levels(feature_TD[: t + 1], TOKENS, 3)):
@@ -154,7 +157,7 @@ def test_eagle_1_reads_gemmas_embedding_without_its_scale(tmp_path: Path) -> Non
     state, embed_VD = eagle_state(EAGLE, True), model.model.embed_tokens.weight.detach()
     for name, stored in (("bare", {}), ("copied", {"embed_tokens.weight": embed_VD.clone()})):
         source = write(tmp_path / name, EAGLE, state | stored, "model.safetensors")
-        _, guesses, feature_TD = imported(source, gemma, model, tmp_path / f"{name}-out")
+        _, guesses, feature_TD = imported(source, gemma, model, tmp_path / f"{name}-out", False)
         for k, row in enumerate(
             PublishedEagle(state, EAGLE, embed_VD).levels(feature_TD[:7], TOKENS, 2)
         ):

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from formulas import Reference, backbone, check_loss, cross_entropy, make_batch, make_drafter
+from formulas import backbone, make_batch, make_drafter
 from graphs import Runner
-from guessing import TOLERANCE, check_guesses
+from guessing import TOLERANCE, check_guesses, check_pairs, random_table
+from importing import Lines
 from lossless import require_lossless
-from test_bigram_pairs import random_table
 from tiny_backbone import TRIMMED, VOCAB, chain
 from tiny_target import save_llama
 from torch import Tensor
@@ -23,14 +23,12 @@ from torch import Tensor
 from spec_export.build import make_bundle
 from spec_export.build.drafters import load_module
 from spec_export.build.make_bundle import BuildOptions
-from spec_export.drafters.layers import Batch
 from spec_export.drafters.pard import Drafter
 from spec_export.graphs.slots import to_slots
 from spec_export.imports.drafters import importer
 from spec_export.imports.drafters.importer import Overrides, run
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
-from spec_export.report import Report
 from spec_export.training.checkpoint import load_drafter
 from spec_runtime.errors import UserError
 
@@ -80,13 +78,16 @@ def check_against(
             apart = check_guesses(got["guess_ids"], got["guess_log_probs"], log_q[begin - 2])
             assert got["guess_ids"].shape == (K + 1, drafter.config.top_k)
             assert apart.max() <= TOLERANCE, (form, begin)
+            check_pairs(drafter, got)
 
 
 @pytest.mark.parametrize("vocabulary", [TRIMMED, None], ids=["trimmed", "whole"])
 def test_module_and_graph_are_the_published_model(
     vocabulary: Tensor | None, tmp_path: Path
 ) -> None:
+    """With a table of bigrams its pairs are the module's."""
     drafter = make_drafter("pard", vocabulary, num_masks=3, top_k=5)
+    drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
     check_against(drafter.model, VOCAB, drafter.draft_token_ids, drafter, tmp_path)
 
 
@@ -95,39 +96,6 @@ def test_many_groups_are_guessed_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     whole = drafter.guesses(batch, 5)[1]
     monkeypatch.setattr("spec_export.drafters.pard.CHUNK_GROUPS", 7)
     torch.testing.assert_close(drafter.guesses(batch, 5)[1], whole, rtol=0, atol=1e-4)
-
-
-def test_a_table_of_bigrams_conditions_the_graphs_guesses(tmp_path: Path) -> None:
-    drafter = make_drafter("pard", TRIMMED, num_masks=3, top_k=5)
-    drafter.add_bigrams(random_table(TRIMMED.numpy()))
-    runner = Runner(to_slots(drafter.export(backbone().config)["drafter"]), tmp_path, "slots", 64)
-    tokens = np.concatenate([make_batch((9,)).token_BT[0], VOCAB + np.arange(3)])
-    got = runner.step(tokens, chain(12), drafter.output_names(), range(8, 12))
-    index_KC = drafter.draft_index_V[torch.from_numpy(got["guess_ids"])]
-    pair_KCC = drafter.bigrams(index_KC, torch.tensor(got["guess_log_probs"])).numpy()
-    assert np.abs(got["pair_log_probs"] - pair_KCC).max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("options", [{"num_masks": 0}, {"soft_weight": 0.3, "decay": 0.7}])
-def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> None:
-    drafter = make_drafter("pard", TRIMMED, **{"num_masks": 2, "anchor_fraction": 1.0} | options)
-    config, soft = drafter.config, drafter.config.soft_weight
-
-    def logits_of(token_T: Tensor, feature_TF: Tensor) -> list[Tensor]:
-        masks = token_T.new_full((config.num_masks,), config.mask_token_id)
-        return [
-            drafter.model(input_ids=torch.cat((token_T[: t + 2], masks))[None]).logits[
-                0, t + 1 :, TRIMMED
-            ]
-            for t in range(len(token_T) - 2)
-        ]
-
-    def reference(batch: Batch) -> Reference:
-        weights = [config.decay**k for k in range(config.num_guesses)]
-        shares = [((1 - soft) * weight, soft * weight) for weight in weights]
-        return cross_entropy(drafter, batch, logits_of, shares)
-
-    check_loss(drafter, reference, (12, 7), atol=1e-4)
 
 
 def test_a_part_of_the_groups_trains() -> None:
@@ -193,14 +161,6 @@ def test_a_target_may_have_more_rows_than_the_model(llama: Path, tmp_path: Path)
     assert got["guess_ids"].max() < 104
 
 
-class Lines(Report):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-
 def test_it_is_measured(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target as its own drafter is right about the next token, and nearly never about others:
     a token accepted and the target's own make a step's length two."""
@@ -215,17 +175,17 @@ def test_it_is_measured(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 1.9 <= length < 3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_an_imported_drafter_changes_no_token(
-    precision: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build imports it; it has the target's precision, as every whole model."""
+    """The build imports it; it has the target's precision, as every whole model. In fp32 see
+    test_contract.py."""
     monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
     source = save_pard(tmp_path / "pard")
     bundle = make_bundle.build(
         BuildOptions(
             model=str(llama),
-            precision=precision,
+            precision="int8",
             drafter_checkpoints=[source],
             out=tmp_path / "bundle",
         )
@@ -275,19 +235,3 @@ def test_settings_of_others_and_short_contexts_are_refused(llama: Path, tmp_path
     options = BuildOptions(str(llama), drafter_checkpoints=[out], out=tmp_path / "bundle")
     with pytest.raises(UserError, match="pard with a context of 64 tokens, expected the bundle's "):
         make_bundle.build(options)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"model_type": "gpt2"}, "got a model of model_type 'gpt2', expected llama or"),
-        ({"model_type": "llama", "vocab_size": VOCAB}, f"got a model of {VOCAB} tokens, expected"),
-        ({"model_type": "llama", "hidden_size": "x"}, "got a faulty model config: "),
-    ],
-)
-def test_a_config_that_fits_nothing_is_refused(model: dict[str, Any], message: str) -> None:
-    small = {"num_hidden_layers": 1, "intermediate_size": 8, "hidden_size": 8} | {
-        "num_attention_heads": 1
-    }
-    with pytest.raises(UserError, match=message):
-        make_drafter("pard", model=small | model)

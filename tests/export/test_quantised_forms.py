@@ -294,6 +294,22 @@ def test_a_zero_point_of_0_borrows_from_the_next_in_gptqs_first_version() -> Non
     assert torch.equal(found, (q - zero).T.float())
 
 
+def test_columns_of_no_group_stand_in_order() -> None:
+    """compressed-tensors writes -1 for each column where it has kept their order."""
+    tensors, expected = packed(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
+    tensors[".weight_g_idx"] = torch.full((64,), -1)
+    found = FORMS_READ["pack-quantized"].dequantise(Parts("stem", tensors, {}))
+    assert torch.equal(found, expected)
+
+
+def test_blocks_of_fp8_are_rows_by_columns() -> None:
+    """Where they do not divide the matrix, its shape does not tell their sizes."""
+    weight, scale = torch.ones(5, 6).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2], [3, 4]])
+    tensors = {".weight": weight, ".weight_scale_inv": scale}
+    found = FORMS_READ["fp8"].dequantise(Parts("stem", tensors, {"weight_block_size": [3, 4]}))
+    assert found.tolist() == [[1, 1, 1, 1, 2, 2]] * 3 + [[3, 3, 3, 3, 4, 4]] * 2
+
+
 @pytest.mark.parametrize("place", ["whole", "text_config"])
 def test_the_text_part_of_a_quantised_model_of_pictures_is_read(
     plain: Path, tmp_path: Path, place: str

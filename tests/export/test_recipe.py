@@ -102,6 +102,13 @@ def test_data_path_on_the_command_line_starts_from_the_working_folder(
     assert recipe.load("recipes/x.toml", ["target.model=mine"]).model == "recipes/../mine"
 
 
+@pytest.mark.parametrize("value", ['""', "[]", '["a", ""]', ""])
+def test_data_without_a_path_is_refused_on_the_command_line_too(value: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(TEXT)
+    with pytest.raises(UserError, match=r"\[data\].path: got .* one file or a list of files"):
+        recipe.load(tmp_path / "x.toml", [f"data.path={value}"])
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

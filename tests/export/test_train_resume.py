@@ -15,40 +15,10 @@ import torch
 from said import Said
 from tiny_training import curve, largest_file, stop_in
 
-from spec_export.training import checkpoint, interruption
+from spec_export.training import checkpoint, folders, interruption
 from spec_export.training import run as train
 from spec_export.training.log import Log
 from spec_export.training.trainer import Trainer
-
-
-@pytest.mark.parametrize("num_saves", [1, 3])
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(
-    recipe: Path,
-    finished: Path,
-    num_saves: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Stopped at step 2 or 6 (in the middle of a line of the curve), bit for bit."""
-    save, saved = Trainer.save_checkpoint, []
-
-    def interrupted(trainer: Trainer) -> None:
-        save(trainer)
-        saved.append(trainer.step)
-        if len(saved) == num_saves:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "save_checkpoint", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train.run(recipe, out=tmp_path / "run", cache=finished / "features")
-    assert saved[-1] == 2 * num_saves
-    assert not (tmp_path / "run" / "drafter").exists()
-    torch.manual_seed(99)  # nothing may depend on what the process did before
-    train.run(recipe, out=tmp_path / "run", resume=True, cache=finished / "features")
-    assert curve(tmp_path / "run") == curve(finished)
-    name = Path("drafter", "drafter.safetensors")
-    assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
 
 
 def test_a_run_is_not_overwritten_nor_continued_with_another_recipe(
@@ -154,20 +124,23 @@ def test_a_resumed_run_has_as_many_processes(recipe: Path, finished: Path, tmp_p
 @pytest.mark.parametrize(
     ("owner", "name", "call", "step", "error"),
     [
-        # in the middle of step 2, between its two micro-batches
+        # in the middle of steps 2 and 6, between their two micro-batches
         (Trainer, "_backward", 4, 1, KeyboardInterrupt()),
         (Trainer, "_backward", 11, 5, SystemExit(143)),
         (Log, "training", 1, 4, KeyboardInterrupt()),
-        (Trainer, "validate", 1, 3, SystemExit(143)),
+        # in a validation, while the average is in use
+        (Trainer, "_guesses", 1, 3, SystemExit(143)),
         (Trainer, "validate", 3, 7, KeyboardInterrupt()),
         # the step is validated, and not yet kept as the best
         (Log, "write_curve", 2, 6, SystemExit(143)),
         (Log, "write_curve", 3, 7, KeyboardInterrupt()),
+        (Trainer, "write_results", 1, 7, KeyboardInterrupt()),  # its last checkpoint is written
     ],
 )
-def test_ctrl_c_and_sigterm_save_a_checkpoint(
+def test_an_interrupted_run_saves_a_checkpoint_and_ends_as_an_uninterrupted_one(
     recipe: Path,
     finished: Path,
+    averaged: Path,
     tmp_path: Path,
     owner: type,
     name: str,
@@ -176,22 +149,29 @@ def test_ctrl_c_and_sigterm_save_a_checkpoint(
     error: BaseException,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last whole step is kept, and the run ends as an uninterrupted one, bit for bit."""
-    said = Said()
+    """Ctrl-C and SIGTERM keep the last whole step; what goes on from it is the same bit for bit,
+    raw weights and averaged ones, and the curve, in the middle of a line of it too."""
+    said, options, cache = Said(), ["train.ema=0.9"], finished / "features"
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, stop_in(owner, name, call, error))
         with pytest.raises(type(error)):
-            train.run(recipe, out=tmp_path, cache=finished / "features", report=said)
+            train.run(recipe, options, tmp_path, cache=cache, report=said)
     newest = checkpoint.latest(tmp_path / "checkpoints")
     assert newest is not None
-    assert int(newest.name.removeprefix("step-")) == step
+    assert newest.name == folders.folder_name(step)
     line = f"interrupted: {newest} holds step {step}; the same command with --resume goes on"
-    assert line in said.lines
-    train.run(recipe, out=tmp_path, resume=True, cache=finished / "features")
-    assert curve(tmp_path) == curve(finished)
-    weights = Path("drafter", "drafter.safetensors")
-    assert (tmp_path / weights).read_bytes() == (finished / weights).read_bytes()
-    best = [sorted(p.name for p in (run / "best").rglob("*")) for run in (tmp_path, finished)]
+    assert line in said.lines or name == "write_results"
+    assert not (tmp_path / "drafter").exists()
+    torch.manual_seed(99)  # nothing may depend on what the process did before
+    train.run(recipe, options, tmp_path, True, cache)
+    assert curve(tmp_path) == curve(averaged)
+    for file in (
+        "drafter/drafter.safetensors",
+        "checkpoints/step-00000007/model.safetensors",
+        "checkpoints/step-00000007/average.safetensors",
+    ):
+        assert (tmp_path / file).read_bytes() == (averaged / file).read_bytes(), file
+    best = [sorted(p.name for p in (run / "best").rglob("*")) for run in (tmp_path, averaged)]
     assert best[0] == best[1]
 
 

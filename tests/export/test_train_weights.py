@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from said import Said
-from tiny_training import curve, stop_in, stored
+from tiny_training import curve, stored
 
-from spec_export.training import checkpoint, folders, validate
+from spec_export.training import checkpoint, validate
 from spec_export.training import run as train
 from spec_export.training.average import WeightAverage
 from spec_export.training.trainer import Trainer
@@ -78,14 +78,6 @@ def test_the_average_forgets_the_beginning_and_changes_places() -> None:
     assert average.tensors["weight"].item() == pytest.approx(0.9 * 19 + 0.1 * 29)
 
 
-@pytest.fixture(scope="module")
-def averaged(recipe: Path, finished: Path) -> Path:
-    """The folder of the run `finished` with averaged weights, which nothing interrupted."""
-    out = recipe.parent / "averaged"
-    train.run(recipe, ["train.ema=0.9"], out, cache=finished / "features")
-    return out
-
-
 def test_averaged_weights_are_exported_and_train_nothing(finished: Path, averaged: Path) -> None:
     raw, average = stored(averaged, 7, "model"), stored(averaged, 7, "average")
     of_plain_run = stored(finished, 7, "model")
@@ -100,43 +92,6 @@ def test_averaged_weights_are_exported_and_train_nothing(finished: Path, average
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
     lengths = [[row["accepted_length"] for row in curve(out)] for out in (finished, averaged)]
     assert lengths[0] != lengths[1], "the averaged weights are validated"
-
-
-@pytest.mark.parametrize(
-    ("name", "call", "step"),
-    [
-        ("_backward", 11, 5),  # between the two micro-batches of step 6
-        ("_guesses", 1, 3),  # in a validation, while the average is in use
-        ("write_results", 1, 7),
-    ],
-)
-def test_an_interrupted_run_goes_on_with_its_averaged_weights(
-    recipe: Path,
-    finished: Path,
-    averaged: Path,
-    tmp_path: Path,
-    name: str,
-    call: int,
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bit for bit."""
-    options, cache = ["train.ema=0.9"], finished / "features"
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, name, stop_in(Trainer, name, call, KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            train.run(recipe, options, tmp_path, cache=cache)
-    newest = checkpoint.latest(tmp_path / "checkpoints")
-    assert newest is not None
-    assert newest.name == folders.folder_name(step)
-    train.run(recipe, options, tmp_path, True, cache)
-    assert curve(tmp_path) == curve(averaged)
-    for file in (
-        "drafter/drafter.safetensors",
-        "checkpoints/step-00000007/model.safetensors",
-        "checkpoints/step-00000007/average.safetensors",
-    ):
-        assert (tmp_path / file).read_bytes() == (averaged / file).read_bytes(), file
 
 
 def test_a_run_goes_on_averaging_or_not(recipe: Path, finished: Path, averaged: Path) -> None:

@@ -63,9 +63,19 @@ def expected_of(golden: Golden, module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_our_module_guesses_as_the_library_does(name: str, llama: Path, tmp_path: Path) -> None:
-    """All guesses of whole blocks behind every root, and after every token before them."""
-    golden, (module, _) = golden_of(name), imported(name, llama, tmp_path / "out")
+def test_we_guess_as_the_library_does(name: str, llama: Path, tmp_path: Path) -> None:
+    """All guesses of the module's whole blocks behind every root, and after every token before
+    them; and of the graph's over a cache, to which the context comes in chunks."""
+    golden, (module, backbone) = golden_of(name), imported(name, llama, tmp_path / "out")
+    check_module(golden, module)
+    every = len(module.draft_token_ids)  # so that pairs leave nothing to a tail
+    module.config = dataclasses.replace(module.config, top_k=every)
+    model = module.export(backbone.config)["drafter"]
+    check_graph(golden, module, Runner(model, tmp_path / "contiguous", "contiguous", 64))
+    check_graph(golden, module, Runner(to_slots(model), tmp_path / "slots", "slots", 64))
+
+
+def check_module(golden: Golden, module: Any) -> None:
     assert torch.equal(golden["head"], golden_of(NAMES[0])["head"])
     states, token_T = golden["states"], golden["tokens"]
     features = torch.cat((torch.zeros(len(states), len(golden["head"][0])), states), -1)
@@ -84,19 +94,7 @@ def test_our_module_guesses_as_the_library_does(name: str, llama: Path, tmp_path
         assert (pairs[0] - wanted).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("form", ["contiguous", "slots"])
-@pytest.mark.parametrize("name", NAMES)
-def test_our_graph_guesses_as_the_library_does(
-    name: str, form: str, llama: Path, tmp_path: Path
-) -> None:
-    """Whole blocks over a cache, to which the context comes in chunks."""
-    golden, (module, backbone) = golden_of(name), imported(name, llama, tmp_path / "out")
-    every = len(module.draft_token_ids)  # so that pairs leave nothing to a tail
-    module.config = dataclasses.replace(module.config, top_k=every)
-    model = module.export(backbone.config)["drafter"]
-    if form == "slots":
-        to_slots(model)
-    runner = Runner(model, tmp_path, form, 64)
+def check_graph(golden: Golden, module: Any, runner: Runner) -> None:
     expected, after = expected_of(golden, module)
     with torch.no_grad():
         fused_TD = module.fusion(golden["states"].chunk(3, -1)).numpy()
@@ -117,7 +115,7 @@ def test_our_graph_guesses_as_the_library_does(
         assert (found["guess_log_probs"] - wanted).abs().max() <= TOLERANCE
         if after is not None:
             pairs = after[root - 1].gather(1, found["guess_ids"][:-1, :, None].expand(-1, -1, V))
-            wanted = pairs.gather(2, index[1:, None].expand(-1, every, -1))
+            wanted = pairs.gather(2, index[1:, None].expand(-1, len(module.draft_token_ids), -1))
             assert (found["pair_log_probs"] - wanted).abs().max() <= TOLERANCE
         runner.cache.commit(range(count))
     assert root == len(golden["tokens"]) - 1

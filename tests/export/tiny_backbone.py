@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spec_export.model.decoder import Backbone
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # of the tests that trace all of them
 VOCAB, LAYERS, HEADS, HEAD_DIM = 61, 3, 4, 16
 ORIGINAL = 16  # original context of the rotary kinds that stretch one
 CONTEXT = 64

@@ -14,6 +14,16 @@ TEMPLATE = (
 )
 
 
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
 def make_tokenizer(template: str | None = TEMPLATE) -> Any:
     """Returns a tokenizer of one token a character; <s> (0) and </s> (1) are special, 98 in all."""
     tokenizers = pytest.importorskip("tokenizers")

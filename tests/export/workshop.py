@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,10 @@ from spec_export import drafters
 from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_export.build.options import DRAFTER_PRECISIONS
+from spec_export.model import target
+from spec_export.model.decoder import Backbone
 from spec_export.report import SILENT, Report
+from spec_export.training import checkpoint
 from spec_export.training import run as train
 
 WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
@@ -99,11 +103,18 @@ class Workshop:
 
     def bundle(self, drafter: str, precision: str = "fp32") -> Path:
         """Returns a bundle whose drafter has the target's precision, to be compared with torch."""
-        return self._once(f"{drafter}-{precision}", lambda: self._bundle(drafter, precision))
+        return self._once(
+            f"{drafter}-{precision}", lambda: self._bundle(drafter, precision=precision)
+        )
 
-    def cuda_bundle(self, precision: str) -> Path:
-        """Returns a bundle for CUDA with every trainable drafter."""
-        return self._once(f"cuda-{precision}", lambda: self._cuda_bundle(precision))
+    def every(self, precision: str = "fp32", lanes: int = 3) -> Path:
+        """Returns a bundle with every trainable drafter, in the target's precision."""
+        return self._once(f"every-{precision}", lambda: self._every(precision, lanes))
+
+    @property
+    def cuda(self) -> CudaWorkshop:
+        """Returns the workshop of what is built for CUDA."""
+        return CudaWorkshop(self.folder / "cuda")
 
     def _llama(self) -> Path:
         """Returns a target large enough for every product but the last to be quantised."""
@@ -141,17 +152,44 @@ class Workshop:
         known["lanes"] = 1
         return make_bundle.build(BuildOptions(**known | {"out": out} | options), report)
 
-    def _bundle(self, drafter: str, precision: str) -> Path:
+    def _bundle(self, *names: str, precision: str, lanes: int = 1) -> Path:
         return self.build(
-            self.folder / "bundles" / f"{drafter}-{precision}",
-            drafter,
+            self.folder / "bundles" / f"{'every' if len(names) > 1 else names[0]}-{precision}",
+            *names,
             precision=precision,
             drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
+            lanes=lanes,
         )
 
-    def _cuda_bundle(self, precision: str) -> Path:
-        out, names = self.folder / "bundles" / f"cuda-{precision}", drafters.trainable()
-        return self.build(out, *names, precision=precision, device="cuda")
+    def _every(self, precision: str, lanes: int) -> Path:
+        return self._bundle(*drafters.trainable(), precision=precision, lanes=lanes)
+
+
+class CudaWorkshop(Workshop):
+    """A workshop whose target has heads of 64, as real ones do: CUDA has kernels by that size.
+
+    Its drafters are untrained, and have the options that add operators. `kind` has options of
+    `save_llama`.
+    """
+
+    def __init__(self, folder: Path, kind: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__(folder)
+        self.target = {"head_dim": 64} | dict(kind)
+
+    def _drafter(self, name: str) -> Path:
+        model, _ = target.load(target.resolve(str(self.llama())))
+        definition = drafters.load(name)
+        options = OPTIONS.get(f"{name}+token", OPTIONS.get(name, ""))
+        config = definition.Config(**tomllib.loads(options))
+        module = definition.Drafter(config, target.ends(Backbone.from_transformers(model)))
+        out = self.folder / "drafters" / name
+        return checkpoint.save_drafter(out, module.state_dict(), name, config, {})
+
+    def lanes(self, precision: str, names: Sequence[str] = ()) -> Path:
+        """Returns a bundle with drafters, all if none is named, and graphs for two lanes."""
+        names, out = names or drafters.trainable(), self.folder / "bundles" / precision
+        options: dict[str, Any] = {"precision": precision, "device": "cuda", "lanes": 2}
+        return self._once(f"lanes-{precision}", lambda: self.build(out, *names, **options))
 
 
 class FluentWorkshop(Workshop):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
@@ -160,7 +161,7 @@ def _lines(file: Path) -> list[str]:
 def _command(
     arguments: list[str], place: Path, logs: Path, operation: int | None, number: int
 ) -> None:
-    """Runs spec-export or spec-runtime, the first of the arguments, in this process."""
+    """Runs spec-export, spec-runtime or a script, the first of the arguments, in this process."""
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, descriptor)
@@ -172,6 +173,9 @@ def _command(
     journal = os.open(logs / "operations", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.addaudithook(_Journal(journal, str(place), operation, number))
     program, *rest = arguments
+    if program.endswith(".py"):  # with a planted fault
+        runpy.run_path(program)
+        return
     if program == "spec-export":
         from spec_export.cli import main
     else:

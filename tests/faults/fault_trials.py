@@ -7,6 +7,7 @@ nobody disturbed, and no other file may lie about.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -121,6 +122,24 @@ class Disturber:
         trial.check_kept(self.scenario, place)
         if trial.disturbed:
             self._check_next(trial, place, logs)
+        return trial
+
+    def kill_before(self, operation: str) -> Trial:
+        """Kills a run right before its last operation on a file that is called like this."""
+        all_of_them = enumerate(self.reference.operations, 1)
+        number = [i for i, each in all_of_them if each.startswith(operation)][-1]
+        return self.kill(Death(signal.SIGKILL, operation=number))
+
+    def halve(self) -> Trial:
+        """Cuts the files of an undisturbed run in half, which has to be noticed."""
+        trial = Trial(self.scenario.name, "cut in half", "all files of a result", disturbed=False)
+        place, _ = self._new_place()
+        shutil.copytree(self.reference.place, place, dirs_exist_ok=True)
+        for file in _files_below(place):
+            os.truncate(file, file.stat().st_size // 2)
+        with suppress(Damaged):
+            if self.scenario.result(place) == self.reference.result:
+                trial.problems.append("nobody notices")
         return trial
 
     # ---- full disks and read-only folders --------------------------------------------------------

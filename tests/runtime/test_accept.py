@@ -54,6 +54,14 @@ def uniforms(*values: float) -> Callable[[], float]:
     return iter(values).__next__
 
 
+def test_no_rounding_lets_in_what_the_target_excludes() -> None:
+    """A draw that q gives next to nothing, where p and q are the same otherwise."""
+    draws = Draws(np.array([0, 1]), np.array([1.0, 1e-17]), (1,), with_replacement=True)
+    tree = TokenTree(np.array([9, 1]), np.zeros(2, np.int64), draws={0: draws})
+    found = by_rejection(tree, lambda node: np.array([1.0, 0.0]), uniforms(0.5, 0.5))
+    assert found == ([0], 0)
+
+
 P = np.array([0.1, 0.2, 0.3, 0.4])
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from second_token import check_second_token, chi_square
 from small import ToyOpener, small_manifest, write_small_bundle
 from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import make_proposer, random_prompt
@@ -404,6 +402,12 @@ def test_strict_reads_raw_logits(options: dict[str, Any]) -> None:
         engine.generate([1, 2], **options)
 
 
+def test_strict_judges_no_row_that_is_computed_by_itself() -> None:
+    engine = noisy_engine(0.0, strict_gap=1.0, drafter="none")
+    engine.generate(random_prompt(1), max_new_tokens=9)
+    assert (engine.target.num_judged, engine.target.num_redone) == (0, 0)
+
+
 def test_strict_refuses_low_precisions(tmp_path: Path) -> None:
     folder = write_small_bundle(tmp_path)
     manifest = small_manifest()
@@ -451,50 +455,3 @@ def test_what_cannot_be_audited_token_by_token() -> None:
         audit.run(engine, prompts(1), {"temperature": 1.0}, "fp32")
     with pytest.raises(ValueError, match="got no answer of 3 tokens"):
         audit.run(engine, prompts(1), {"max_new_tokens": 2}, "int8")
-
-
-def test_chi_square_by_hand() -> None:
-    p_V = np.array([0.5, 0.3, 0.15, 0.04, 0.01])
-    counts = Counter({0: 40, 1: 40, 2: 15, 3: 5})
-    statistic, p_value = chi_square([(counts, p_V)])
-    # 100 draws: the last two are expected 4 times and once, so they share a bin
-    assert statistic == pytest.approx(10**2 / 50 + 10**2 / 30 + 0 + 0)
-    assert p_value == pytest.approx(0.149, abs=0.02)  # of 5.33 with 3 degrees of freedom
-    certain = np.array([1.0, 0.0])
-    assert chi_square([(Counter({0: 20}), certain)])[1] == 1.0
-    statistic, p_value = chi_square([(Counter({0: 20, 1: 1}), certain)])
-    assert statistic > 1e9
-    assert p_value < 1.1e-4
-    statistic, p_value = chi_square([(counts, p_V), (counts, p_V)])
-    assert statistic == pytest.approx(2 * (2 + 10 / 3))
-    assert p_value == pytest.approx(0.099, abs=0.02)  # of 10.67 with 6 degrees of freedom
-
-
-def soft_engine() -> Engine:
-    """Few tokens, of which several are likely, and a drafter that is often right."""
-    backend = ToyTarget(vocab_size=24, peak=2.0, noise=1.0, num_successors=6, seed=1)
-    return make_engine(backend)
-
-
-REJECTION: SamplingOptions = {"temperature": 1.0, "acceptance": "rejection"}
-
-
-def test_the_law_of_rejection() -> None:
-    found = check_second_token(soft_engine(), [1, 2, 3], REJECTION, 600)
-    assert found.p_value > 1e-3
-    assert 300 < found.common <= 600
-    assert found.firsts > 1
-    assert 0.3 < found.accepted / found.common < 0.9
-
-
-def test_the_law_of_a_biased_rule_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second draw is accepted unseen."""
-    right = generate.by_rejection
-
-    def biased(tree: TokenTree, p: Any, uniform: Any) -> tuple[list[int], int]:
-        if tree.num_nodes > 1 and uniform() < 0.5:
-            return accept_the_first_child(tree, lambda node: int(p(node).argmax()))
-        return right(tree, p, uniform)
-
-    monkeypatch.setattr(generate, "by_rejection", biased)
-    assert check_second_token(soft_engine(), [1, 2, 3], REJECTION, 600).p_value < 1e-3

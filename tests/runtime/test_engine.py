@@ -158,7 +158,7 @@ def test_prompts_that_share_any_prefix(form: str, temperature: float, drafter: s
     rng = np.random.default_rng(0)
     engine = make_engine(drafter, form=form, **MODEL)
     text: list[int] = random_prompt(0)
-    for _ in range(12):
+    for _ in range(8):
         prompt = text[: int(rng.integers(1, len(text) + 1))][:100] + random_prompt(
             int(rng.integers(1000)), int(rng.integers(0, 4))
         )

@@ -26,7 +26,7 @@ from spec_runtime.files import writing as files
 OURS = ("a.bin", "deep/b.bin")
 # Replaces the folder or file given by "new"; `die` kills the process as no handler can notice.
 CHILD = """
-import os, shutil, signal, sys, time
+import os, shutil, signal, sys
 from pathlib import Path
 from spec_runtime.files import writing as files
 
@@ -45,7 +45,6 @@ def die_at(owner, name, call, after=False):
         return result
     setattr(owner, name, counted)
 
-out = Path(sys.argv[1])
 def own(folder):
     return ("a.bin", "deep/b.bin")
 def write(folder):
@@ -74,9 +73,15 @@ MOMENTS = {
 }
 
 
-def child(program: str, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CHILD + program, str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def child(program: str, out: Path) -> int:
+    """Returns what ended a child of this process that ran the program: minus its signal."""
+    process = os.fork()
+    if process == 0:
+        try:
+            exec(CHILD + program, {"out": out})
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def own(folder: Path) -> tuple[str, ...]:
@@ -123,8 +128,7 @@ def test_a_kill_loses_neither_folder_and_the_next_call_tidies_up(
 ) -> None:
     out = fill(tmp_path / "a [box]*", "old")
     program, stands = MOMENTS[moment]
-    killed = child(program + "\n" + REPLACE, out)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert child(program + "\n" + REPLACE, out) == -signal.SIGKILL
     if stands is None:
         assert not out.exists()
         files.restore_folder(out)
@@ -157,8 +161,7 @@ def test_the_next_call_puts_the_old_folder_back_before_it_writes(
 def test_a_file_is_the_old_or_the_new_one_and_litter_goes(tmp_path: Path, moment: str) -> None:
     file = tmp_path / "figures[1].json"
     file.write_text("old")
-    killed = child(f"{moment}\nfiles.write_atomically(out, 'new')", file)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert child(f"{moment}\nfiles.write_atomically(out, 'new')", file) == -signal.SIGKILL
     assert file.read_text() == "old"
     assert len(names(tmp_path)) == 2, "no litter to remove"
     files.write_atomically(file, "newest")
@@ -173,7 +176,8 @@ def test_a_file_is_the_old_or_the_new_one_and_litter_goes(tmp_path: Path, moment
 def paused(program: str, out: Path) -> Iterator[subprocess.Popen[str]]:
     """Runs a child up to its `pause()`, then the block, and lets it go on afterwards."""
     pause = "def pause():\n    print('paused', flush=True); sys.stdin.readline()\n"
-    command = [sys.executable, "-c", CHILD + pause + program, str(out)]
+    code = f"{CHILD}\nout = Path(sys.argv[1])\n{pause}{program}"
+    command = [sys.executable, "-c", code, str(out)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None

@@ -6,7 +6,6 @@ Tests marked `standin` run the real CUDA provider of ONNX Runtime, see tests/cud
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 from cuda_standin import StandIn
 from cuda_standin.build import PROVIDER
-from onnx_text import model_of
 from workshop import Workshop
 
 from spec_runtime.backends.base import Runtime
@@ -134,60 +132,6 @@ def test_the_names_that_the_flag_replaced_are_answered_with_it(backend: str) -> 
 
 # ---- the real provider ----
 
-# Opens each graph named, and prints what became of it as JSON.
-OPEN = """
-import json, os, sys
-from pathlib import Path
-import numpy as np
-import onnxruntime as ort
-from spec_runtime.backends.session import SessionOptions, open_session, prepare
-from spec_runtime.bundle.manifest import Graph, TensorSpec
-
-prepare("cuda")
-about = {"cudnn": os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"]}
-for path in map(Path, sys.argv[1:]):
-    plain = ort.SessionOptions()
-    plain.log_severity_level = 4
-    inputs = ort.InferenceSession(str(path), plain, ["CPUExecutionProvider"])
-    names = {"tensor(float)": "float32", "tensor(int64)": "int64"}
-    ins, outs = (
-        tuple(TensorSpec(each.name, names[each.type], tuple(each.shape)) for each in values)
-        for values in (inputs.get_inputs(), inputs.get_outputs())
-    )
-    graph = Graph(path.name, "stateless", ins, outs)
-    session = open_session(path, graph, SessionOptions(1, "cuda", True))
-    about[path.stem] = session.get_provider_options()
-print(json.dumps(about))
-"""
-
-
-def write(folder: Path) -> list[Path]:
-    """Writes a graph that can be captured and warns, and one that cannot be captured."""
-    graphs = {
-        "scatter": "(float[4] x, float[1] row) => (float[4] y) <int64[1, 1] index = {0}> "
-        "{ y = ScatterND(x, index, row) }",
-        "pad": "(int64[4] x) => (int64[6] y) <int64[2] pads = {1, 1}> "
-        "{ xx = Add(x, x) y = Pad(xx, pads) }",
-    }
-    for name, graph in graphs.items():
-        (folder / f"{name}.onnx").write_bytes(model_of(f"{name} {graph}").SerializeToString())
-    return [folder / f"{name}.onnx" for name in graphs]
-
-
-@pytest.mark.standin
-def test_sessions_on_the_real_provider(standin: StandIn, tmp_path: Path) -> None:
-    """They compute exactly, without cuDNN's attention and without a word; a capture is refused in
-    the words that we know."""
-    done = standin.run("-c", OPEN, *write(tmp_path))
-    assert done.returncode == 0, done.stderr
-    about = json.loads(done.stdout)
-    assert about["cudnn"] == "0"
-    for name, is_captured in (("scatter", "1"), ("pad", "0")):
-        settings = about[name]["CUDAExecutionProvider"]
-        assert (settings["use_tf32"], settings["enable_cuda_graph"]) == ("0", is_captured)
-    (warning,) = done.stderr.splitlines()
-    assert warning.startswith("pad.onnx runs without CUDA graphs: ")
-
 
 @pytest.mark.standin
 def test_the_provider_links_to_the_libraries_that_we_load(standin: StandIn) -> None:
@@ -197,22 +141,6 @@ def test_the_provider_links_to_the_libraries_that_we_load(standin: StandIn) -> N
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", done.stdout))
     system = r"(lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c)|ld-linux-x86-64)\.so\.\d+"
     assert {name for name in needed if not re.fullmatch(system, name)} == {DRIVER, *LIBRARIES}
-
-
-@pytest.fixture(scope="module")
-def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from spec_export.build import make_bundle
-    from spec_export.build.make_bundle import BuildOptions
-
-    return make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter("parallelspec")],
-            precision="fp16",
-            device="cuda",
-            out=tmp_path_factory.mktemp("first") / "bundle",
-        )
-    )
 
 
 @pytest.mark.standin
@@ -225,12 +153,12 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
     ],
 )
 def test_the_first_command_ends_with_tokens(
-    standin: StandIn, folder: Path, tmp_path: Path, flags: list[str], is_captured: bool
+    standin: StandIn, workshop: Workshop, tmp_path: Path, flags: list[str], is_captured: bool
 ) -> None:
     """They are meaningless, as nothing is computed. Nothing but the summary is said."""
-    words = ["generate", "say abc", "--bundle", str(folder), "--backend", "cuda"]
+    words = ["generate", "say abc", "--bundle", str(workshop.cuda.lanes("fp16"))]
     log = tmp_path / "log"
-    words += [*flags, "--max-new-tokens", "24", "--ignore-eos"]
+    words += ["--backend", "cuda", *flags, "--max-new-tokens", "24", "--ignore-eos"]
     done = standin.run("-c", "from spec_runtime.cli import main; main()", *words, log=log)
     assert done.returncode == 0, done.stderr
     (summary,) = done.stderr.splitlines()

@@ -34,6 +34,14 @@ def random_parents(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
+def test_the_nodes_of_a_block_attend_each_other_and_no_sibling_before_it(form: str) -> None:
+    feeds = open_cache(form, CAPACITY).place(np.zeros(4, np.int64), block=2)
+    slots = feeds["slots"] if form == "slots" else np.arange(4)
+    attended = feeds["mask"][0, 0][:, slots].astype(int)
+    assert attended.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
 @pytest.mark.parametrize("seed", range(15))
 def test_against_a_list(form: str, seed: int) -> None:
     """Every node attends exactly the committed rows, its ancestors and itself, whatever was

@@ -12,22 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 from gates import PATIENCE, GatedRuns, in_loop, wait_until
 from keeping_engine import keeping
-from small import toy_engine
+from small import ToyOpener, toy_engine
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Engine, Session, UserError
+from spec_runtime.backends import GraphRun, run_each
 from spec_runtime.batch.batch import MIN_CHUNK, MIN_SHARED, Batch, Pass, _shares
 from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.result import Chunk, GenerationResult
-from spec_runtime.loop.target import PREFILL_ROWS
+from spec_runtime.loop.target import PREFILL_ROWS, Asked, Wants, verify_together
 from spec_runtime.pace.pacer import FIRST_PAUSE, LONGEST_PAUSE, MOST_CREDIT, Pacer, Pause
 from spec_runtime.pace.shared import EXPLORING, LEARNT_PASSES, SHARED_ROWS, TRIAL, Line, SharedPace
 from spec_runtime.queue.async_engine import MAX_UNREAD
 from spec_runtime.queue.engine_queue import Job
 from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.tree import TokenTree
 
 PROMPTS = [f"{'ab' * n} say" for n in range(1, 9)]
 
@@ -70,6 +73,30 @@ def test_rules_that_accept_by_the_tree_have_whole_trees() -> None:
         expected = [toy_engine("prompt_lookup").generate(p, **options).token_ids for p in PROMPTS]
         many = engine.generate_many(PROMPTS, 8, **options)
         assert [each.token_ids for each in many] == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "are_cut"),
+    [
+        ("fp32", {}, True),
+        ("fp32", {"temperature": 0.8, "seed": 1}, True),
+        ("int8", {"temperature": 0.8}, True),
+        ("int8", {"temperature": 0.8, "seed": 1}, False),
+        ("fp32", {"temperature": 0.8, "acceptance": "rejection"}, False),
+        ("fp32", {"temperature": 0.8, "acceptance": "typical"}, False),
+        ("fp32", {"acceptance": "typical"}, True),  # which is greedy
+    ],
+)
+def test_trees_stay_whole_where_tokens_may_depend_on_their_size(
+    precision: str, options: dict[str, Any], are_cut: bool
+) -> None:
+    engine = toy_engine("prompt_lookup")
+    engine.target.precision = precision
+    batch = Batch(engine, 2)
+    batch.begin(batch._lanes[0], None, engine.prepare(PROMPTS[0], **options))
+    batch.turn()
+    assert batch._lanes[0].cuts_trees == are_cut
+    batch.close()
 
 
 @pytest.mark.parametrize("failing", ["propose", "pass"])
@@ -536,6 +563,19 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_that_begins_alike() -> None
     batch.close()
 
 
+@pytest.mark.parametrize(("num_alike", "waits"), [(40, False), (70, True)])
+def test_a_prompt_waits_for_another_that_begins_as_half_of_it_does(
+    num_alike: int, waits: bool
+) -> None:
+    """Rows of less than half of it are not worth the wait."""
+    engine = keeping("none", kept_bytes=0)
+    batch, prompt = Batch(engine, 3), random_prompt(1, length=128)
+    other = [*prompt[:num_alike], *random_prompt(2, length=60)]
+    batch.begin(batch._lanes[0], "other", engine.prepare(other, max_new_tokens=4))
+    assert (batch.lane_for(engine.prepare(prompt, max_new_tokens=4)) is None) == waits
+    batch.close()
+
+
 def test_a_prompt_waits_for_one_other_however_many_begin_alike() -> None:
     engine = keeping("none", kept_bytes=0)
     batch = Batch(engine, 3)
@@ -594,6 +634,115 @@ def test_prompts_beside_others_fill_up_what_a_pass_may_take(max_gap: float, is_s
     assert chunks[2:] == (
         [MIN_CHUNK] * (left // MIN_CHUNK) + [left % MIN_CHUNK] if is_short else [left]
     )
+
+
+class TimedPasses:
+    """Runs passes of several toy lanes, each of which takes 40 ms and 1 ms for each row."""
+
+    max_lanes = most_open = 4
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.run_drafts: Callable[[Sequence[GraphRun]], None] = run_each
+        self.closing = threading.Event()
+        self._clock = clock
+
+    def open(self, lane: Any, most: int) -> None:
+        """Has nothing to open."""
+
+    def run(self, lanes: Sequence[Any], feeds: Sequence[Any], outputs: Sequence[str]) -> list[Any]:
+        self._clock.now += 0.040 + 0.001 * sum(each["input_ids"].size for each in feeds)
+        return [lane.run(each, outputs) for lane, each in zip(lanes, feeds, strict=True)]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets toy lanes share passes, and nothing else take any time."""
+    clock = FakeClock()
+    monkeypatch.setattr("time.perf_counter", clock.read)
+    monkeypatch.setattr(ToyOpener, "open_passes", lambda self: TimedPasses(clock))
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_chunk_beside_others_ends_with_the_gap_that_they_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they decode in the same pass is a part of it; of what trees are cut by, the chunk's
+    rows are told."""
+    engine = keeping("none", kept_bytes=0)
+    batch, passes = Batch(engine, 3, max_gap=0.1), list[Pass]()
+    pace: Any = batch._pace
+    sizes, told = pace.sizes, list[float]()
+
+    def note(trees: Any, num_lanes: int, num_others: int, read: float) -> Any:
+        told.append(read)
+        return sizes(trees, num_lanes, num_others, read)
+
+    monkeypatch.setattr(pace, "sizes", note)
+    for number, length in enumerate((99, 99, 40)):
+        call = engine.prepare([5, 6, number], max_new_tokens=length, ignore_eos=True)
+        batch.begin(batch._lanes[number], number, call)
+    while batch.num_active == 3:  # what passes of three take is learnt
+        batch.turn()
+    batch._row_seconds = 0.001
+    call = engine.prepare(random_prompt(1, length=400), max_new_tokens=9, ignore_eos=True)
+    batch.begin(batch._lanes[2], 2, call)
+    batch.on_pass = passes.append
+    told.clear()
+    while batch._lanes[2].num_unread or not passes:
+        batch.turn()
+    batch.close()
+    assert len(passes) > 5
+    assert [each.seconds for each in passes[:-1]] == pytest.approx(
+        [0.1] * (len(passes) - 1), rel=0.05
+    )
+    assert told == pytest.approx([0.001 * each.prompt_rows for each in passes], rel=0.05)
+
+
+def test_a_shared_pass_gives_features_to_the_lane_that_wants_them() -> None:
+    targets = [make_engine().target for _ in range(2)]
+    asked = [Asked(TokenTree.root(5)), Asked(TokenTree.root(6), Wants(("features",)))]
+    _, found = verify_together(TimedPasses(FakeClock()), targets, asked)
+    assert found.features([0])[0, :2].tolist() == [6, 0]  # its token and position
+
+
+@pytest.mark.usefixtures("timed")
+def test_each_call_waits_for_the_whole_of_a_pass_that_it_shares() -> None:
+    engine = keeping("none", kept_bytes=0)
+    batch, passes = Batch(engine, 2), list[Pass]()
+    batch.on_pass = passes.append
+    asked: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
+    results_of(batch, [engine.prepare([5, 6, last], **asked) for last in (7, 8)])
+    seconds = sum(each.seconds for each in passes if each.lanes == 2)
+    assert seconds > 8 * 0.04
+    taken = [engine.lane(number).target.run_seconds for number in range(2)]
+    assert taken == pytest.approx([seconds] * 2)
+
+
+@in_loop
+async def test_a_call_that_gets_no_lane_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for another lane to read the same prompt."""
+    async with AsyncEngine(toy_engine(), parallel=2) as engine:
+        batch = engine._queue._batch
+        lane_for, waiting, may_begin = (
+            batch.lane_for,
+            batch._engine.encode(PROMPTS[0]),
+            list[bool](),
+        )
+        monkeypatch.setattr(
+            batch,
+            "lane_for",
+            lambda call: None if call.prompt == waiting and not may_begin else lane_for(call),
+        )
+        first = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=4))
+        await asyncio.sleep(0)
+        try:
+            other = engine.generate(PROMPTS[1], max_new_tokens=4)
+            assert (await asyncio.wait_for(other, PATIENCE / 4)).token_ids
+            assert not first.done()
+        finally:
+            may_begin.append(True)
+            engine._queue.wake()
+        assert (await first).token_ids
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 from counting import calls_in
 
 from spec_runtime import GenerationResult, Stats
-from spec_runtime.dialogue.call_reader import joined
+from spec_runtime.dialogue.reader import joined
+from spec_runtime.dialogue.response_template import HARMONY, Tags
 from spec_runtime.dialogue.stream import TextStream
-from spec_runtime.dialogue.thinking import HARMONY, Tags
 from spec_runtime.dialogue.tools import checked_tools
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.loop.call import Call

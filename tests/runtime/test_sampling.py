@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from spec_runtime.errors import UserError
-from spec_runtime.loop.accept import by_target_sampling
 from spec_runtime.sampling import (
     MAX_SHIFT,
     MIN_TEMPERATURE,
@@ -18,10 +17,9 @@ from spec_runtime.sampling import (
     TopLogits,
     token_logprob,
 )
-from spec_runtime.trees.tree import TokenTree
 
 # the 1 - 1e-6 quantile of chi-square by degrees of freedom: seeds are fixed, so it cannot flake
-CHI_SQUARE = {5: 35.9, 7: 40.5, 15: 56.5, 35: 88.4}
+CHI_SQUARE = {5: 35.9, 7: 40.5, 35: 88.4}
 
 
 def chi_square(count: np.ndarray, p: np.ndarray) -> float:
@@ -43,7 +41,7 @@ LOW = (1e-2, 1e-3, 1e-4, 1e-5, MIN_TEMPERATURE)
 
 @pytest.mark.parametrize(
     ("by", "temperature"),
-    [*(("seed", t) for t in (0.5, 1.0, 2.0)), *(("position", t) for t in (0.5, 1.0, 2.0, *LOW))],
+    [("seed", 1.0), *(("position", t) for t in (0.5, 1.0, 2.0, *LOW))],
 )
 def test_draws_follow_p(by: str, temperature: float) -> None:
     """Of large logits that lie as close together as the temperature is low."""
@@ -336,31 +334,6 @@ def test_nan_logits_are_an_error_not_a_token(params: dict[str, Any]) -> None:
         for call in (sampler(3, **params), sampler(3).probabilities):
             with pytest.raises(FloatingPointError, match="position 4"):
                 call(logits, 4)
-
-
-def test_a_tree_of_drawn_tokens_leaves_the_distribution_alone() -> None:
-    """Two tokens committed through a tree follow p(a) p(b | a), whether drafted or not."""
-    rng = np.random.default_rng(3)
-    first = rng.normal(size=4).astype(np.float32)
-    second = rng.normal(size=(4, 4)).astype(np.float32)
-    # root with children 0 and 2; below 0: 1 and 3
-    tree = TokenTree(np.array([0, 0, 2, 1, 3]), np.array([0, 0, 0, 1, 1]))
-    count = np.zeros((4, 4))
-    for seed in range(4000):
-        draw = sampler(4, seed=seed)
-
-        def at(node: int, draw: Sampler = draw) -> int:
-            # nodes 3 and 4 are leaves below token 0: any row will do for a third token
-            row = {0: first, 1: second[0], 2: second[2]}.get(node, first)
-            return draw(row, int(tree.depth_N[node]) + 1)
-
-        path, bonus = by_target_sampling(tree, at)
-        tokens = [*tree.token_N[path[1:]].tolist(), bonus]
-        if len(tokens) == 1:
-            tokens.append(draw(second[tokens[0]], 2))
-        count[tokens[0], tokens[1]] += 1
-    p = softmax(first)[:, None] * np.stack([softmax(row) for row in second])
-    assert chi_square(count, p) < CHI_SQUARE[15]
 
 
 # Values that each field of SamplingParams refuses.

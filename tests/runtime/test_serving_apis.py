@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
 from spec_runtime import GenerationResult, Stats, TokenLogprob
-from spec_runtime.dialogue.thinking import Tags
+from spec_runtime.dialogue.response_template import Tags
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.anthropic.replies import MessageReply
 from spec_runtime.serve.anthropic.requests import MessagesRequest
@@ -326,7 +327,7 @@ def test_calls_follow_the_thinking_and_the_text_before_them(
     "end",
     [
         '{"a": "b',
-        "{'a': 1}}</tool_call>",
+        """{"a": 'b'}}</tool_call>""",
         f'{{"a": {CALL}',  # a call in the text
     ],
 )
@@ -336,6 +337,13 @@ def test_a_stream_whose_last_call_is_cut_ends_as_its_text(api: Api, whole: str, 
     form = AnswerForm(family="hermes", tools=TOOLS)
     streamed, _ = api.written(GenerationResult(text, [1], "length", Stats(), form=form), 1)
     assert streamed.ending == "length"
+
+
+@each_api
+def test_an_answer_that_is_cut_after_whole_calls_is_whole(api: Api) -> None:
+    result = dataclasses.replace(thoughtful(f"{CALL}\n"), finish_reason="length")
+    for said in api.written(result, 7):
+        assert (said.ending, len(said.calls)) == ("calls", 1)
 
 
 # ---- what a request says ----

@@ -512,6 +512,25 @@ def test_a_full_queue_asks_for_patience_by_how_long_the_last_took(
     assert not admission.has_room
 
 
+@pytest.mark.parametrize(("num_answered", "seconds"), [(1, 50), (5, 10), (10, 5)])
+def test_where_many_are_answered_at_once_a_full_queue_is_shorter(
+    num_answered: int, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of ten requests of 10 s each are over after as long as they take by turns."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    admission = Admission(max_waiting=10 - num_answered, num_answered=num_answered)
+    for _ in range(50):
+        place = admission.enter()
+        now += 10
+        place.leave()
+    for _ in range(10):
+        admission.enter()
+    with pytest.raises(QueueFull) as caught:
+        admission.enter()
+    assert caught.value.seconds == seconds
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

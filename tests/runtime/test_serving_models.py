@@ -14,7 +14,7 @@ import pytest
 import small
 import uvicorn
 from apis import Api, each_door
-from gates import GatedRuns
+from gates import GatedRuns, in_loop
 from served import (
     CHAT,
     COMPLETIONS,
@@ -127,6 +127,25 @@ def test_the_bundle_used_least_recently_makes_room() -> None:
         assert metrics(client)["open_models"] == 1
         with pytest.raises(RuntimeError, match="closed"):
             shelf.engines["bytes"].generate("x")
+    with shelved(most_open=2) as (shelf, client):
+        for name in ("letters", "bytes", "letters", "other", "letters"):
+            post(client, COMPLETIONS, **BODY, model=name)
+        assert shelf.opened == ["letters", "bytes", "other"]
+
+
+@in_loop
+async def test_a_bundle_lent_to_a_request_that_ends_in_that_moment_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shelf = Shelf()
+    model = shelf.models.find("letters")
+    asking = asyncio.create_task(shelf.models._opened(model))
+    monkeypatch.setattr(shelf.models, "_note", asking.cancel)  # called once it is lent
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert model.opened is not None
+    assert model.opened.is_idle
+    await shelf.models.close()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import page_visits
 import pytest
 from page_elements import Elements
 from served import HELLO, events, served, toy_engine
@@ -20,7 +21,6 @@ from toy_backend import ByteTokenizer
 from spec_runtime.loop.step import Step
 from spec_runtime.serve.page import PageRequest, page_html, shown_tree
 from spec_runtime.trees.tree import TokenTree
-from tools.docs import page_screenshots
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +168,9 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.mark.parametrize("window", page_screenshots.WINDOWS)
+@pytest.mark.parametrize("window", page_visits.WINDOWS)
 def test_the_page_works_in_a_browser(client: Any, browser: Any, window: str) -> None:
-    seen = page_screenshots.visit(browser, str(client.base_url), window, "hello", tokens=60)
+    seen = page_visits.visit(browser, str(client.base_url), window, "hello", tokens=60)
     assert seen.faults == []
     assert seen.result.endswith("both texts are the same.")
     assert seen.name == "toy"
@@ -193,7 +193,7 @@ def test_the_page_asks_for_a_key_and_offers_models(browser: Any) -> None:
         page.select_option("#models", "bytes")
         page.fill("#most", "9")
         page.click("#run")
-        page_screenshots.wait(page)
+        page_visits.wait(page)
         assert page.inner_text("#error") == ""
         assert shelf.opened == ["bytes"]
         assert page.text_content("#curl").count("secret") == 0

@@ -237,7 +237,8 @@ UNKEPT: dict[Api, list[Row]] = {
         ({"tool_choice": {"type": "function", "function": FLY}}, "tool_choice", VALUE),
     ],
     RESPONSES_API: [
-        ({"text": {"format": {"type": "xml"}}}, "response_format", VALUE),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", VALUE),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", VALUE),
         ({"tool_choice": "perhaps"}, "tool_choice", VALUE),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", VALUE),
         ({"tool_choice": {"type": "function", **FLY}}, "tool_choice", VALUE),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from spec_runtime.backends.tensorrt.backend import TensorRTBackend
 from spec_runtime.backends.tensorrt.kernels import kernels_path
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
+from spec_runtime.files.installed import install
 from spec_runtime.files.mapping import from_mapping, to_json
 from spec_runtime.loop.kv import open_cache
 from spec_runtime.loop.target import ARGMAX
@@ -458,8 +460,13 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_a_bundle_without_plans(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = str(workshop.bundle("parallelspec"))
+def test_a_bundle_without_plans(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = str(shutil.copytree(folder, tmp_path / "bundle"))
+    manifest = json.loads((folder / bundles.MANIFEST).read_text())
+    assert manifest["graphs"]["target"].pop("plans")
+    (tmp_path / "bundle" / bundles.MANIFEST).write_text(json.dumps(manifest))
     message = refusal(["--bundle", bundle, "--backend", "tensorrt"], capsys)
     assert "got a bundle without a TensorRT plan for target/target.onnx, expected one" in message
     assert "spec-export build --backend tensorrt, or choose --backend onnxruntime" in message
@@ -472,7 +479,7 @@ def test_a_bundle_without_plans(workshop: Workshop, capsys: pytest.CaptureFixtur
     [
         (  # without specsplit[tensorrt], for the bundle's plans are of the other flavour
             *("tensorrt_rtx_bindings", None),
-            ("got no tensorrt_rtx_bindings", "run pip install 'specsplit[tensorrt-rtx]'\n"),
+            ("got no tensorrt_rtx_bindings", f"run {install('tensorrt-rtx')}\n"),
         ),
         (
             *("cuda.bindings", Cuda.open),

@@ -14,9 +14,9 @@ from toy_engine import make_engine
 from spec_runtime import Chunk, Engine, GenerationResult, Stats
 from spec_runtime.cli.options import template_kwargs
 from spec_runtime.cli.terminal import AnswerPrinter
-from spec_runtime.dialogue.call_reader import joined
 from spec_runtime.dialogue.chat_template import ChatTemplate
-from spec_runtime.dialogue.thinking import HARMONY, Tags, ThinkingReader, open_reader, tags_of
+from spec_runtime.dialogue.reader import Part, ResponseReader, joined
+from spec_runtime.dialogue.response_template import HARMONY, Tags, tags_of, template_of
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.result import Piece
@@ -64,6 +64,21 @@ def thinking_engine(template: str, *names: str) -> Engine:
 # ---- reading ----
 
 
+class Splitter:
+    """Reads thinking and text, and calls in messages."""
+
+    def __init__(self, tags: Tags | None, is_begun: bool = False) -> None:
+        template, has_calls = template_of(tags, "harmony"), tags is HARMONY
+        self._reader = ResponseReader(template, is_begun=is_begun, has_calls=has_calls)
+        self.parts: list[Part] = []
+
+    def push(self, text: str, is_end: bool = False) -> tuple[str, str]:
+        parts = self._reader.push(text, is_end)
+        self.parts += [part for part in parts if part.kind in ("call", "arguments")]
+        thinking = "".join(part.text for part in parts if part.kind == "thinking")
+        return thinking, joined(parts)[0]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize(
     ("text", "is_begun", "thinking", "said"),
@@ -83,7 +98,7 @@ def thinking_engine(template: str, *names: str) -> Engine:
 def test_thinking_is_split_off_however_the_text_comes(
     text: str, is_begun: bool, thinking: str, said: str, size: int
 ) -> None:
-    reader = ThinkingReader(TAGS, is_begun)
+    reader = Splitter(TAGS, is_begun)
     pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
     for before, after in pieces:
         assert thinking.startswith(before) or before in thinking
@@ -115,12 +130,14 @@ def test_thinking_is_split_off_however_the_text_comes(
 def test_messages_are_told_apart_however_the_text_comes(
     text: str, thinking: str, said: str, size: int
 ) -> None:
-    reader = open_reader(HARMONY)
+    reader = Splitter(HARMONY)
     pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
     pieces.append(reader.push("", is_end=True))
-    wanted = [thinking, CALL.format("") if said is CALL else said]
+    is_call = said is CALL
+    assert joined(reader.parts)[1] == [ToolCall("f", "{}")] * is_call
+    wanted = [thinking, "" if is_call else said]
     assert ["".join(each) for each in zip(*pieces, strict=True)] == wanted
-    begun = open_reader(HARMONY, is_begun=True)
+    begun = Splitter(HARMONY, is_begun=True)
     assert begun.push(f"Hm.<|end|>{FINAL}Yes.", is_end=True) == ("Hm.", "Yes.")
 
 
@@ -140,7 +157,7 @@ def test_without_tags_all_is_text() -> None:
     assert tags_of("<|channel>thought\n<channel|>") == Tags("<|channel>thought\n", "<channel|>")
     assert tags_of(CHANNELS) is HARMONY
     assert tags_of("{{ messages }}") is None
-    assert ThinkingReader(None).push("<think>a</think>b") == ("", "<think>a</think>b")
+    assert Splitter(None).push("<think>a</think>b") == ("", "<think>a</think>b")
 
 
 def test_how_an_answer_begins_is_read_from_its_prompt() -> None:

@@ -188,6 +188,23 @@ def test_a_template_gets_the_tokens_of_the_tokenizer(
     assert template.render([{"role": "user", "content": "hi"}]) == expected
 
 
+def test_the_response_template_of_a_bundle_is_read_and_checked(folder: Path) -> None:
+    data = json.loads((folder / bundle.MANIFEST).read_text())
+    field = {"open": "<ponder>", "close": "</ponder>"}
+    for template, tags in (
+        (None, None),
+        ({"fields": {"thinking": field}}, ("<ponder>", "</ponder>")),
+    ):
+        data["tokenizer"]["response_template"] = template
+        (folder / bundle.MANIFEST).write_text(json.dumps(data))
+        opened = Tokenizer(bundle.read(folder, verify=False)).template
+        assert opened is not None
+        assert opened.tags == tags
+    data["tokenizer"]["response_template"] = {"fields": {"thinking": {"open_pattern": "(a"}}}
+    (folder / bundle.MANIFEST).write_text(json.dumps(data))
+    refusal(folder, r"got the expression '\(a', expected .*; build the bundle again")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -15,15 +15,14 @@ from bpe_tokenizer import BpeTokenizer
 from counting import calls_in
 from toy_engine import make_engine
 
-from spec_runtime.dialogue.call_forms import MARKS
-from spec_runtime.dialogue.call_reader import CallReader, Part, joined, parse_calls
 from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.families import FAMILIES
+from spec_runtime.dialogue.reader import Part, ResponseReader, joined, parse_calls
+from spec_runtime.dialogue.response_template import family_of, template_of
 from spec_runtime.dialogue.tools import (
-    FAMILIES,
     ToolCall,
     answer_or_call,
     checked_tools,
-    family_of,
     forced_call,
     format_of_choice,
     strict_calls,
@@ -107,6 +106,13 @@ ANSWERS: list[tuple[str, str, str | None, list[ToolCall]]] = [
 @pytest.mark.parametrize(("family", "text", "content", "calls"), ANSWERS)
 def test_calls_are_read(family: str, text: str, content: str | None, calls: list[ToolCall]) -> None:
     assert parse_calls(text, family) == (text if content is None else content, calls)
+
+
+MARKS = template_of(None, "hermes").marks
+
+
+def CallReader(family: str, tools: Any = None, at_most: int | None = None) -> ResponseReader:
+    return ResponseReader(template_of(None, family), tools, at_most)
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "structured.md"
@@ -279,7 +285,7 @@ def test_broken_parameters_stay_text() -> None:
     ):
         assert parse_calls(text, "hermes") == (text, [])
     for text, content, arguments in (
-        ("<function=f><no></function>", "<no></function>", "{"),
+        ("<function=f><no></function>", "<no></function>", "{}"),
         ("<function=f><parameter=a>1</parameter><parameter=b>2</para", "", '{"a": 1'),
     ):
         reader = CallReader("hermes")
@@ -308,7 +314,7 @@ def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
         parse_calls("", "hermes", "now")
 
 
-def parts_of(reader: CallReader, text: str, size: int) -> tuple[list[Part], list[Part]]:
+def parts_of(reader: ResponseReader, text: str, size: int) -> tuple[list[Part], list[Part]]:
     """Returns the parts that come with the pieces of an answer, and those at its end."""
     parts = [part for i in range(0, len(text), size) for part in reader.push(text[i : i + size])]
     return parts, reader.push("", is_end=True)
@@ -337,7 +343,7 @@ def test_a_stream_that_breaks_off_within_a_call_gives_what_there_is_of_it() -> N
         assert joined(parts + rest) == ("", [ToolCall("f", arguments)])
     reader = CallReader("hermes")
     text = """<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call> Oh."""
-    assert joined(reader.push(text, is_end=True)) == ("Oh.", [ToolCall("f", "{'a': 1}")])
+    assert joined(reader.push(text, is_end=True)) == (text, []), "arguments that begin as no JSON"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -434,13 +440,20 @@ def follows(kind: dict[str, Any], text: str) -> bool:
     return read(matcher, ids) == len(ids)
 
 
-PARTS = {"v": {"type": "integer"}, "next": {"$ref": "#"}, "w": {"$ref": "#/properties/v"}}
+PARTS: dict[str, Any] = {
+    "v": {"type": "integer"},
+    "next": {"$ref": "#"},
+    "w": {"$ref": "#/properties/v"},
+}
+# A name like a keyword's, and a value like a reference.
+PARTS |= {"enum": {"$ref": "#/properties/v"}, "same": {"const": {"$ref": "#"}}}
 NODE = {"type": "object", "properties": PARTS}
 
 
 @pytest.mark.parametrize("family", ["llama3", "hermes", "smollm"])
 def test_parameters_refer_to_themselves(family: str) -> None:
-    """To their root and to their other parts, as schemas made of types do."""
+    """To their root and to their other parts, as schemas made of types do; a value refers to
+    nothing."""
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
     tools = [{"function": {"name": name, "parameters": NODE}} for name in ("f", "g.h")]
     kind = forced_call(tools, family)
@@ -454,6 +467,8 @@ def test_parameters_refer_to_themselves(family: str) -> None:
     assert follows(kind, answer('{"v": 1, "next": {"v": 2, "next": {"w": 3}}}'))
     assert not follows(kind, answer('{"next": {"name": "f"}}'))
     assert not follows(kind, answer('{"w": "a"}'))
+    assert follows(kind, answer('{"enum": 4, "same": {"$ref": "#"}}'))
+    assert not follows(kind, answer('{"enum": "a"}'))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,7 +24,7 @@ pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 from spec_runtime import AsyncEngine, Engine, UserError
 from spec_runtime.grammar.formats import Grammar
 from spec_runtime.grammar.trials import GrammarTrials, TrialLimits
-from spec_runtime.interruption import Interruption
+from spec_runtime.interruption import Interrupted, Interruption
 
 # Its compilation takes minutes and gigabytes; those of the limits are never reached below.
 BOMB = {"type": "string", "allOf": [{"pattern": f"(.*a.{{{n}}})"} for n in range(10, 26)]}
@@ -133,6 +133,8 @@ def test_a_grammar_that_takes_long_makes_room_for_others() -> None:
             assert matcher.allowed().nonzero()[0] == [97]
         with pytest.raises(UserError, match=r"takes more than 0.2 s, while others wait"):
             bomb.result()
+    with pytest.raises(Interrupted):  # alone it is tried again, for longer
+        tokenizer.matcher(schema(BOMB), NUM_LOGITS, Interruption(timeout=0.3))
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])

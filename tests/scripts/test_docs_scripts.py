@@ -9,8 +9,7 @@ import pytest
 from small import toy_engine
 
 import spec_runtime
-from spec_runtime.loop.step import Step
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trace import record
 from tools.docs import draw_accepted_tree as draw
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,6 +32,6 @@ def test_the_step_with_the_most_accepted_tokens_is_drawn(
     # The last step may be cut short before its bonus, and is then not drawn.
     assert kinds.count("accepted") in (max(steps[:-1]), max(steps))
     assert (kinds.count("root"), kinds.count("bonus")) == (1, 1)
-    tree, cut = TokenTree.chain([1, 2, 3]), Step([2, 3], 2, [0, 1])
+    trace = record.record(toy_engine("none"), PROMPT, max_new_tokens=4)
     with pytest.raises(ValueError, match="got no step with an accepted token"):
-        draw.best_step([(tree, Step([9], 0, [0])), (tree, cut)])
+        draw.drawn(trace)

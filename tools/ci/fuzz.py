@@ -32,6 +32,10 @@ from tools.figures import command_line, parse, write  # noqa: E402
 
 PACKAGES = ("hypothesis", "torch", "transformers")
 NOTE = "bundles of its own; not recorded: prompts, bundle"
+# Kinds of which few cases may all end alike: damaged profiles are measured anew, and most random
+# command lines are refused.
+ONE_WAY = ("machine profile", "export command line")
+MORE = 100  # cases of a kind that tried little
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,6 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", help=f"comma-separated, of: {', '.join(KINDS)}")
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
     parser.add_argument("--inputs", type=Path, help="write every input and outcome, as .jsonl.xz")
+    parser.add_argument(
+        "--both-ways",
+        action="store_true",
+        help=f"fail if the cases of a kind, and {MORE} more, are all accepted or all refused",
+    )
     parser.add_argument("--replay", help="FILE#N: run failure N of a --json file again")
     options = parse(parser, argv)
     if options.replay:
@@ -51,12 +60,15 @@ def main(argv: list[str] | None = None) -> int:
     if options.inputs:
         options.inputs.parent.mkdir(parents=True, exist_ok=True)
     report = _run(options, names)
+    alike = _alike_after_more(report, options.workers) if options.both_ways else []
     _print(report)
+    for name in alike:
+        print(f"all cases of {name} end alike: they try little")
     if options.json:
         figures = write(None, report.as_json(), packages=PACKAGES, note=NOTE)
         # in ASCII, since inputs hold halves of surrogate pairs
         write_atomically(options.json, json.dumps(figures, indent=1) + "\n")
-    return 1 if report.failures else 0
+    return 1 if report.failures or alike else 0
 
 
 def _run(options: argparse.Namespace, names: list[str]) -> runner.Report:
@@ -75,6 +87,23 @@ def _run(options: argparse.Namespace, names: list[str]) -> runner.Report:
     kinds = [KINDS[name] for name in names]
     with lzma.open(path, "wt", preset=1) if options.inputs else open(path, "w") as inputs:
         return runner.run(kinds, options.cases, options.seed, options.workers, note)
+
+
+def _alike_after_more(report: runner.Report, workers: int) -> list[str]:
+    """Tries more of the kinds whose cases all ended alike; returns those of which all still do."""
+
+    def alike() -> list[str]:
+        ends = {name: (each.accepted, each.refused) for name, each in report.kinds.items()}
+        return [name for name, each in ends.items() if not all(each) and name not in ONE_WAY]
+
+    kinds = [KINDS[name] for name in alike()]
+    more = runner.run(kinds, MORE * len(kinds), report.seed + 1, workers)
+    report.failures += more.failures
+    for name, tally in more.kinds.items():
+        for count in ("cases", "accepted", "refused", "failed"):
+            both = getattr(report.kinds[name], count) + getattr(tally, count)
+            setattr(report.kinds[name], count, both)
+    return alike()
 
 
 def _print(report: runner.Report) -> None:

@@ -66,6 +66,7 @@ PATIENCE = 120.0  # seconds that a request may take at the end
 HOSTILE_SECONDS = 0.5  # that a hostile request is given
 HOSTILE_PATIENCE = 20.0  # after which it has not kept to them
 WARM_UP = 0.2  # of the time
+LEAST_EQUAL = 10  # answers; a run of fewer shows nothing
 TEXTS = (
     "say abc, 1",
     "say one two. 2",
@@ -124,6 +125,33 @@ class Findings:
             self.outcomes["failed"] += 1
             if len(self.failures) < 50:
                 self.failures.append(what)
+
+    def judge(
+        self,
+        kind: str,
+        reference: Reference,
+        request: Request,
+        position: int | None,
+        pair: tuple[Any, Any],
+        who: str = "",
+    ) -> bool:
+        """Counts an answer that parts from the reference at `position`, None if it does not; says
+        whether a near tie lies there. `pair` are what was got and what was expected."""
+        got, expected = pair
+        tokens = len(got) if isinstance(got, list) else 0
+        # `is_near_tie` knows no grammar
+        is_free = "response_format" not in request.options
+        if position is None:
+            self.add(kind, "equal", tokens)
+        elif is_free and reference.is_near_tie(request, position):
+            self.add(kind, "near tie", tokens)
+            return True
+        else:
+            self.fail(
+                f"{kind}{who}: {request.key[:200]}: parts at token {position}: got {got!r:.200}, "
+                f"expected {expected!r:.200}"
+            )
+        return False
 
 
 # ---- what is asked ----
@@ -320,7 +348,9 @@ class Worker:
             texts = (self.reference.text_until(request, i + 1) for i in range(num_tokens))
             parted = (i for i, each in enumerate(texts) if not text.startswith(each))
             position = next(parted, num_tokens)
-        self._judge(kind, engine, request, position, 0, expected.text, text)
+        who = f" with {engine.drafter}"
+        pair = (text, expected.text)
+        self.findings.judge(kind, self.reference, request, position, pair, who)
 
     def chat(self, engine: Engine, request: Request) -> None:
         """Asks turn after turn; each repeats all messages before it, as clients do."""
@@ -374,29 +404,9 @@ class Worker:
         """Counts an answer's tokens; says whether they are those of the reference."""
         expected = self.reference.answer(request).token_ids
         position = first_difference(expected, token_ids)
-        self._judge(kind, engine, request, position, len(token_ids), expected, token_ids)
+        pair, who = (token_ids, expected), f" with {engine.drafter}"
+        self.findings.judge(kind, self.reference, request, position, pair, who)
         return position is None
-
-    def _judge(
-        self,
-        kind: str,
-        engine: Engine,
-        request: Request,
-        position: int | None,
-        tokens: int,
-        expected: Any,
-        got: Any,
-    ) -> None:
-        """Counts an answer that parts from the reference at `position`, None if it does not."""
-        if position is None:
-            self.findings.add(kind, "equal", tokens)
-        elif self.reference.is_near_tie(request, position):
-            self.findings.add(kind, "near tie", tokens)
-        else:
-            self.findings.fail(
-                f"{kind} with {engine.drafter}: {request.key[:200]}: parts at token {position}: "
-                f"got {got!r:.200}, expected {expected!r:.200}"
-            )
 
 
 def _logprobs_agree(got: GenerationResult, expected: GenerationResult) -> bool:
@@ -548,6 +558,8 @@ def report(
     """Prints and writes figures and findings of a soak; returns 1 if something failed, else 0."""
     size = sizes(samples)
     failures = [*findings.failures, *size.pop("failures")]
+    if findings.outcomes["equal"] < LEAST_EQUAL:
+        failures.append(f"only {findings.outcomes['equal']} answers are compared and equal")
     figures |= {
         "by_kind": dict(sorted(findings.requests.items())),
         "outcomes": dict(sorted(findings.outcomes.items())),

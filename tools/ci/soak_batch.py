@@ -50,7 +50,7 @@ from tools.ci.soak import (
     sample,
 )
 from tools.figures import command_line, manifest_of, run
-from tools.measure.rivals.crowd import quantile
+from tools.measure.rivals.report import gap_figures
 
 REQUESTS = 120  # different ones, each answered once alone
 SHARES = {"long": 0.1, "grammar": 0.1}
@@ -217,16 +217,9 @@ class Soak:
         """
         ties = []
         for kind, request, position, got in self.parted:
-            is_free = "response_format" not in request.options  # is_near_tie knows no grammar
-            if is_free and self.reference.is_near_tie(request, position):
-                self.findings.add(kind, "near tie", len(got))
+            pair = (got, self.reference.answer(request).token_ids)
+            if self.findings.judge(kind, self.reference, request, position, pair):
                 ties.append({"request": request.key, "position": position})
-                continue
-            expected = self.reference.answer(request).token_ids
-            self.findings.fail(
-                f"{kind}: {request.key[:200]}: parts at token {position}: got {got!r:.200}, "
-                f"expected {expected!r:.200}"
-            )
         return ties
 
 
@@ -307,11 +300,7 @@ def main(words: list[str] | None = None) -> int:
         "answers": found.num_answers,
         "differ": len(found.parted) - len(ties),
         "near_ties": ties,
-        "gap_ms": {
-            "median": quantile(found.gaps, 50),
-            "p99": quantile(found.gaps, 99),
-            "longest": quantile(found.gaps, 100),
-        },
+        "gap_ms": gap_figures(found.gaps),
     }
     return report(args.json, figures, found.findings, samples, manifest)
 

@@ -42,9 +42,14 @@ def render(name: str) -> str:
         raise FigureError(f"got figures block {name!r}, expected source or {', '.join(TABLES)}")
     table = TABLES[word]
     found = rows_for(table["rows"].replace("{}", argument), argument)
-    columns = columns_for(table["columns"], found)
+    return f"\n\n{shown(word, found)}\n\n"
+
+
+def shown(name: str, found: Sequence[Row]) -> str:
+    """Returns rows in the columns of a table of tables.toml; what measures them prints it, too."""
+    columns = columns_for(TABLES[name]["columns"], found)
     cells = [[cell(template, row) for _, template in columns] for row in found]
-    return f"\n\n{markdown([head for head, _ in columns], cells, table.get('left', 1))}\n\n"
+    return markdown([head for head, _ in columns], cells, TABLES[name].get("left", 1))
 
 
 def rows_for(where: str, argument: str) -> list[Row]:

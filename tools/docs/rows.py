@@ -6,6 +6,7 @@ Each function takes the argument that tables.toml gives it, and returns rows for
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from tools.docs.results import ROOT, Row, load, pivot, rows_of, value
 
@@ -25,10 +26,13 @@ SHIPPED = ROOT / "spec_export/assets/drafters/smollm2-135m-instruct"
 
 
 def subsets(file: str, path: str = "") -> list[Row]:
+    return of_subsets(value(load(file), path, file))
+
+
+def of_subsets(found: Row) -> list[Row]:
     """Returns the rows of all prompts and of each subset, from a bench's figures."""
-    found = value(load(file), path, file)
-    rows = [{"key": "all prompts", **found["overall"]}]
-    return rows + [{"key": f"`{name}`", **each} for name, each in found["categories"].items()]
+    rows = [{"key": f"`{name}`", **each} for name, each in found["categories"].items()]
+    return [{"key": "all prompts", **found["overall"]}, *rows]
 
 
 def drafter(name: str) -> list[Row]:
@@ -77,11 +81,7 @@ def joint(study: str) -> list[Row]:
 
 def sweep(precision: str) -> list[Row]:
     """Returns the budgets of a sweep, each with its slowest subset."""
-    names = {
-        "plain": "plain decoding",
-        "bundle": "the bundle's trees",
-        "tuned": "chosen by `tune`",
-    }
+    names = {"plain": "plain decoding", "bundle": "the bundle's trees", "tuned": "chosen by `tune`"}
     rows = []
     for row in rows_of(f"sweep-{precision}", "contenders"):
         medians = {each: row["speedup"][each]["median"] for each in SUBSETS}
@@ -118,8 +118,13 @@ def rivals(which: str) -> list[Row]:
     """
     model, _, precision = which.rpartition(" ")
     file = f"rivals-{model}" if model else "rivals"
+    return by_contender(load(file)["precisions"][precision])
+
+
+def by_contender(contexts: Row) -> list[Row]:
+    """Returns a row for each engine and mode of one precision."""
     rows: dict[str, Row] = {}
-    for context, contenders in load(file)["precisions"][precision].items():
+    for context, contenders in contexts.items():
         for name, each in contenders.items():
             row = rows.setdefault(name, {"key": name, "weights": each["weights"], "across": {}})
             row["across"][context] = each
@@ -127,15 +132,19 @@ def rivals(which: str) -> list[Row]:
 
 
 def rivals_missing(_: str) -> list[Row]:
-    return [*load("rivals")["left_out"], *load("rivals")["failed"]]
+    return [*load("rivals").get("left_out", ()), *load("rivals")["failed"]]
 
 
 def untuned(_: str) -> list[Row]:
+    names = ((bundle, rows_of(f"untuned-{name}", "rows")) for name, bundle in UNTUNED.items())
+    return untuned_rows((bundle, row) for bundle, rows in names for row in rows)
+
+
+def untuned_rows(found: Iterable[tuple[str, Row]]) -> list[Row]:
     """Returns a row for each bundle and drafter, with its speed-ups by kind of prompt."""
     rows = [
         {**row, "what": f"{bundle}, {row['drafter'].replace('parallelspec+', 'drafter and ')}"}
-        for name, bundle in UNTUNED.items()
-        for row in rows_of(f"untuned-{name}", "rows")
+        for bundle, row in found
     ]
     return pivot(rows, "what", "prompts")
 
@@ -194,12 +203,7 @@ def shipped_drafters(_: str) -> list[Row]:
 
 
 def audit(_: str) -> list[Row]:
-    names = {
-        "fp32": "fp32",
-        "fp32-strict": "fp32, `--strict`",
-        "int8": "int8",
-        "int4": "int4",
-    }
+    names = {"fp32": "fp32", "fp32-strict": "fp32, `--strict`", "int8": "int8", "int4": "int4"}
     rows = [{"key": shown, **load(f"audit-{name}")} for name, shown in names.items()]
     return [{**row, "unjustified": len(row["unjustified"])} for row in rows]
 
@@ -212,15 +216,6 @@ def plans(_: str) -> list[Row]:
     ]
 
 
-def large_plans(_: str) -> list[Row]:
-    """Returns plans of a few layers of large targets, and all layers as extrapolated."""
-    rows = []
-    for name, figures in load("tensorrt-large")["models"].items():
-        whole = figures["all_layers"] | {"layers": "32, *extrapolated*"}
-        rows += [{"key": name, **each} for each in (*figures["built"], whole)]
-    return rows
-
-
 def disturbances(_: str) -> list[Row]:
     """Returns a row for each command, with what became of it by kind of disturbance."""
     found: dict[str, Row] = {}
@@ -229,80 +224,3 @@ def disturbances(_: str) -> list[Row]:
             row = found.setdefault(name, {"key": name, "across": {}})
             row["across"][kind] = f"{each['recovered']} of {each['tried']}"
     return list(found.values())
-
-
-def tests_by_kind(_: str) -> list[Row]:
-    counted = load("tests")
-    return [*rows_of("tests", "kinds"), {"key": "all", "value": counted["tests"]}]
-
-
-# What was aimed for: words, bound, file, and path of the figure; a path with "*" stands for the
-# smallest figure of all that have one there. Figures are to be at least the bound, those of steps
-# at most.
-ALONE = "drafters.parallelspec.overall.accepted_length"
-SAMPLED = 'rows."temperature=1.0,rule=target_sampling".'
-BEST = 'best."precision={},context={},kind=best mode".ratio'
-PASS = 'passes.{}."context={},nodes={}".{}'
-AIMS: tuple[tuple[str, float, str, str], ...] = (
-    ("accepted length at fp32", 3.0, "bench-fp32", "overall.accepted_length"),
-    ("accepted length at int8", 3.0, "bench-int8", "overall.accepted_length"),
-    ("the drafter by itself: accepted length at fp32", 2.6, "lookup-fp32", ALONE),
-    ("the drafter by itself: accepted length at int8", 2.6, "lookup-int8", ALONE),
-    ("speed-up at fp32", 1.9, "bench-fp32", "overall.speedup"),
-    ("speed-up at int8", 1.75, "bench-int8", "overall.speedup"),
-    ("speed-up of the slowest subset at fp32", 1.3, "bench-fp32", "categories.*.speedup"),
-    ("speed-up of the slowest subset at int8", 1.3, "bench-int8", "categories.*.speedup"),
-    (
-        "accepted length at temperature 1, int8",
-        1.6,
-        "acceptance-int8",
-        f"{SAMPLED}accepted length",
-    ),
-    ("speed-up at temperature 1, int8", 1.0, "acceptance-int8", f"{SAMPLED}speedup"),
-    *(
-        (
-            f"our best mode over the best other engine's: {precision}, {shape} prompts",
-            bound,
-            "rivals",
-            BEST.format(precision, shape),
-        )
-        for precision, bound in (("fp32", 1.6), ("int8", 2.0), ("int4", 1.1))
-        for shape in ("short", "long")
-    ),
-    *(
-        (
-            f"a pass over {nodes} nodes by one over a node: {precision}, {context} tokens before",
-            bound,
-            "steps",
-            PASS.format(precision, context, nodes, "over_one_node"),
-        )
-        for precision, context, nodes, bound in (
-            ("fp32", 200, 8, 1.25),
-            ("int8", 200, 8, 1.25),
-            ("int8", 200, 16, 1.5),
-            ("int8", 1500, 8, 1.35),
-        )
-    ),
-    (
-        "a pass over a node, 1500 tokens before by 200: int8",
-        1.35,
-        "steps",
-        PASS.format("int8", 1500, 1, "over_first"),
-    ),
-)
-
-
-def aims(_: str) -> list[Row]:
-    """Returns what was aimed for beside what was measured."""
-    rows = []
-    for words, bound, file, path in AIMS:
-        above, star, below = path.partition(".*.")
-        if star:
-            got = min(value(each, below, file) for each in rows_of(file, above))
-        else:
-            got = value(load(file), path, file)
-        is_most = file == "steps"
-        is_met = got <= bound if is_most else got >= bound
-        aim = f"at {'most' if is_most else 'least'} {bound:g}"
-        rows.append({"key": words, "aim": aim, "got": got, "met": "yes" if is_met else "no"})
-    return rows

@@ -2,7 +2,7 @@
 CPU and loses nothing, and how fast it is.
 
     python -m tools.gpu.check --out DIR --bundle DIR [DIR …] --prompts FILE.jsonl
-        [--wheels DIR] [--minutes 10] [--parts NAME …]
+        [--minutes 10] [--parts NAME …]
     python -m tools.gpu.check --out DIR                 a random target, built here
     python -m tools.gpu.check --out DIR --toy --dry-run [--device cpu]
 
@@ -10,26 +10,22 @@ Parts, the most valuable first:
 
 environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
 bundle         reads the bundles and checks their hashes, or builds one of a random target
-opens          every graph on the device: CUDA graphs taken or not, with the reason
-parity         every graph, random but valid feeds, device against ONNX Runtime's CPU provider
+parity         every graph opened on the device, with or without CUDA graphs, and fed random but
+               valid feeds: rows against ONNX Runtime's CPU provider
 losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
 lanes          several prompts that share passes: same tokens as alone, ratio of speeds
-capture        CUDA graphs on and off: same tokens, ratio of speeds
-bench          the shipped drafter: accepted length, tokens/s, speed-up
-drafters       the same for all other drafters and prompt lookup
+bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
 attention      milliseconds of four layers with each form of attention, by context and rows
-training       a few steps of every drafter that learns, for a random target
-tensorrt       TensorRT's tokens against ONNX Runtime's, where TensorRT is installed
 shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), draft
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
-results.json and results.md in --out are written anew after each part, and log.txt has what the
-parts printed. The exit code is 1 if a part failed (something did not open, a number is off, a
-crash, a time-out), 2 if the command line does not fit, else 0.
+results.json in --out is written anew after each part, and log.txt has what the parts printed. The
+exit code is 1 if a part failed (something did not open, a number is off, a crash, a time-out), 2 if
+the command line does not fit, else 0.
 
---wheels DIR installs the wheels of a folder into a temporary place that comes first on Python's
-path; no network is needed.
+Wheels that were carried are installed beforehand into a folder that comes first on PYTHONPATH, see
+docs/deploy/index.md; no network is needed.
 --dry-run judges no numbers: it is for a machine without a GPU, where CUDA's libraries are stood in
 for, and shows that each part runs to its end and writes its results. With --device cpu the CPU
 is compared with itself, and numbers are judged unless --dry-run is given, too. --toy takes tiny
@@ -50,7 +46,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,21 +60,15 @@ PART = ["-m", "tools.gpu.part"]
 SECONDS = {
     "environment": 60.0,
     "bundle": 180.0,
-    "opens": 90.0,
-    "parity": 120.0,
+    "parity": 180.0,
     "losslessness": 150.0,
     "lanes": 120.0,
-    "capture": 120.0,
-    "bench": 120.0,
-    "drafters": 150.0,
+    "bench": 240.0,
     "attention": 120.0,
-    "training": 120.0,
-    "tensorrt": 150.0,
     "shapes": 240.0,
 }
-NEEDS_BUNDLE = ("opens", "parity", "losslessness", "lanes", "capture", "bench", "drafters")
+NEEDS_BUNDLE = ("parity", "losslessness", "lanes", "bench")
 MIN_SECONDS = 10.0  # with less, a part is not begun
-INSTALL_SECONDS = 300
 
 
 @dataclass
@@ -131,12 +121,7 @@ def run_limited(
     Whatever the command has started is killed with it at the end of its time.
     """
     process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        process_group=0,
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
     )
     try:
         code = process.wait(seconds)
@@ -150,38 +135,6 @@ def run_limited(
     return f"the process ended with exit code {code}" if code else None
 
 
-def install_wheels(folder: Path, site: Path) -> list[str]:
-    """Installs every wheel of `folder` into `site`, without a network, and returns their names.
-
-    Raises ValueError, in one line, if there is none or pip refuses one.
-    """
-    wheels = sorted(folder.glob("*.whl"))
-    if not wheels:
-        raise ValueError(f"got no *.whl in {folder}, expected the wheels to install")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
-    command += ["--target", str(site), *map(str, wheels)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"pip took more than {INSTALL_SECONDS} s for {folder}") from error
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason"]
-        raise ValueError(f"pip cannot install the wheels of {folder}: {said[-1][:300]}")
-    return [wheel.name for wheel in wheels]
-
-
-def part_environment(site: Path | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a part's process.
-
-    Carried packages (`site`) come first on Python's path, then this checkout, then what the caller
-    had set. CUDA's libraries are found by spec_runtime itself, see backends/cuda/libraries.py.
-    """
-    places = [*filter(None, [site]), ROOT, *filter(None, [given.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(map(str, places))}
-    return {**given, **own, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-
-
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process with exit code 2 if it does not fit."""
     parser = argparse.ArgumentParser(
@@ -190,7 +143,6 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bundle", type=Path, nargs="+", default=[])
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--wheels", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--parts", nargs="+", choices=SECONDS, default=list(SECONDS))
@@ -218,14 +170,6 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="specsplit-gpu-check-") as folder:
-        work, wheels = Path(folder), []
-        if arguments.wheels is not None:
-            try:
-                wheels = install_wheels(arguments.wheels, work / "site")
-            except ValueError as error:
-                print(f"Error: {error}", file=sys.stderr)
-                return 2
-        site = work / "site" if wheels else None
         options = {
             "command": sys.argv,
             "bundles": [str(path.resolve()) for path in arguments.bundle],
@@ -233,14 +177,15 @@ def main(words: Sequence[str] | None = None) -> int:
             "device": arguments.device,
             "toy": arguments.toy,
             "dry_run": arguments.dry_run,
-            "wheels": wheels,
-            "work": str(work),
+            "work": folder,
         }
-        environment = part_environment(site, os.environ)
+        places = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+        own = {"PYTHONPATH": os.pathsep.join(places)}
+        own |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         (arguments.out / "log.txt").write_bytes(b"")
         if arguments.dry_run:
             print("Dry run: no number below is judged, or says anything of a GPU.", flush=True)
-        job = Job(work, arguments.out, environment, options)
+        job = Job(Path(folder), arguments.out, {**os.environ, **own}, options)
         return run_parts(job, arguments.parts, begin, 60 * arguments.minutes)
 
 
@@ -274,7 +219,7 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
             "exit_code": int(failed),
             "seconds": round(time.monotonic() - begin, 2),
         }
-        report.write(figures, job.out)
+        report.write_whole(job.out / "results.json", report.as_json(figures))
         if name in asked_for or entries[name]["status"] == FAILED:
             print(report.verdict(name, entries[name]), flush=True)
     return int(figures["exit_code"])

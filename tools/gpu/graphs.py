@@ -282,10 +282,10 @@ def open_alone(graph: bundles.Graph, folder: Path, capacity: int, device: str) -
 # -------------------------------------------------------------------------------------- a bundle
 
 
-def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = False) -> Path:
+def random_bundle(folder: Path, shape: Shape, device: str) -> Path:
     """Builds a bundle of a random target whose tokens are characters, and returns its folder.
 
-    It has an untrained drafter of each kind and, with `has_plans`, TensorRT plans for the GPU here.
+    It has an untrained drafter of each kind.
     """
     import torch
 
@@ -311,9 +311,8 @@ def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = Fal
             str(folder / shape.name),
             drafter_checkpoints=saved,
             precision=PRECISION_FOR[device],
-            device="cpu" if has_plans else device,
+            device=device,
             out=folder / "bundle",
-            backend="tensorrt" if has_plans else "onnxruntime",
             lanes=2,
         )
     )

@@ -83,37 +83,23 @@ class Check:
     given: list[Path] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
     attention: str = "bias"
-    _plain: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
-    _drafting: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
+    _engines: dict[tuple[Path, str], spec_runtime.Engine] = field(default_factory=dict)
 
-    def engine(
-        self,
-        opened: bundles.Bundle,
-        name: str,
-        cuda_graphs: bool = True,
-        backend: str | None = None,
-    ) -> spec_runtime.Engine:
+    def engine(self, opened: bundles.Bundle, name: str) -> spec_runtime.Engine:
         """Returns the engine of a contender, see `contenders`, opened once; all share a target."""
-        key = (opened.path, cuda_graphs, backend)
-        if key not in self._plain:
-            self._plain[key] = spec_runtime.load(
-                opened.path,
-                "none",
-                verify=False,
-                profile=False,
-                backend=backend or BACKEND_FOR[self.device],
-                cuda_graphs=cuda_graphs,
-            )
-        if name == "none":
-            return self._plain[key]
-        if (*key, name) not in self._drafting:
-            self._drafting[*key, name] = self._plain[key].with_drafter(name)
-        return self._drafting[*key, name]
+        key = (opened.path, name)
+        if key not in self._engines:
+            if name == "none":
+                backend = BACKEND_FOR[self.device]
+                options: Any = {"verify": False, "profile": False, "backend": backend}
+                self._engines[key] = spec_runtime.load(opened.path, name, **options)
+            else:
+                self._engines[key] = self.engine(opened, "none").with_drafter(name)
+        return self._engines[key]
 
     def close(self) -> None:
         """Drops all engines, and the memory they hold."""
-        self._drafting.clear()
-        self._plain.clear()
+        self._engines.clear()
         gc.collect()  # engines and their parts name one another
 
 
@@ -125,16 +111,9 @@ def label(opened: bundles.Bundle) -> str:
     return " ".join(words)
 
 
-def shipped(opened: bundles.Bundle) -> str:
-    """Returns what a user gets without asking: the first drafter."""
-    drafters = opened.manifest.drafters
-    return drafters[0].name if drafters else "prompt_lookup"
-
-
 def contenders(opened: bundles.Bundle) -> list[str]:
     """Returns the names of the bundle's drafters and prompt lookup, the shipped one first."""
-    names = [drafter.name for drafter in opened.manifest.drafters]
-    return list(dict.fromkeys([shipped(opened), *names, "prompt_lookup"]))
+    return [*(drafter.name for drafter in opened.manifest.drafters), "prompt_lookup"]
 
 
 def graphs_of(

@@ -8,25 +8,21 @@ The result is written anew after every row, so that a part that is killed leaves
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spec_runtime import backends
 from spec_runtime.backends.cuda.libraries import load_libraries
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
-from tools.gpu import graphs, same, speed, training
-from tools.gpu.graphs import BACKEND_FOR
-from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, graphs_of, label
+from tools.gpu import graphs, same, speed
+from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, label
 from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
@@ -102,78 +98,16 @@ def _build(check: Check) -> Path:
     return graphs.random_bundle(check.work, check.sizes.bundle, check.device)
 
 
-# ---------------------------------------------------------------------------------------- opens
-
-
-def opens(check: Check, found: Findings) -> None:
-    """Opens every graph on the device, one after the other."""
-    for opened in check.opened:
-        for name, (graph, _) in graphs_of(opened).items():
-            _open_one(check, found, opened, name, graph)
-    rows = found.tables.get("measured", [])
-    taken = sum(row["CUDA graphs"] == "yes" for row in rows)
-    found.figure = f"{len(rows)} sessions"
-    if check.device == "cuda":
-        found.figure += f", {taken} with CUDA graphs"
-    found.note = (
-        "Seconds include making the buffers. A session without CUDA graphs runs all the same; "
-        "the reason is ONNX Runtime's."
-    )
-
-
-def _open_one(
-    check: Check,
-    found: Findings,
-    opened: bundles.Bundle,
-    name: str,
-    graph: bundles.Graph,
-) -> None:
-    with warnings_of("spec_runtime") as warnings:
-        what = f"{label(opened)}, {name}"
-        seconds = found.attempt(what, _open, check, opened, graph)
-    if seconds is not None:
-        has_graphs = "-" if check.device == "cpu" else "no" if warnings else "yes"
-        row = {"bundle": label(opened), "graph": name, "seconds": seconds}
-        found.add(row | {"CUDA graphs": has_graphs, "reason": "; ".join(warnings) or None})
-
-
-def _open(check: Check, opened: bundles.Bundle, graph: bundles.Graph) -> float:
-    """Opens a graph and returns the seconds it took."""
-    target = opened.manifest.target
-    runtime = backends.Runtime(BACKEND_FOR[check.device])
-    begin = time.monotonic()
-    backends.open_graph(opened, graph, target.max_length + target.scratch, runtime)
-    return time.monotonic() - begin
-
-
-@contextmanager
-def warnings_of(logger: str) -> Iterator[list[str]]:
-    """Collects what is logged meanwhile as a warning or worse."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger(logger).removeHandler(handler)
-
-
 # ----------------------------------------------------------------------------------------- main
 
 PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "environment": environment,
     "bundle": bundle,
-    "opens": opens,
     "parity": same.parity,
     "losslessness": same.losslessness,
     "lanes": same.lanes,
-    "capture": same.capture,
-    "bench": speed.bench_shipped,
-    "drafters": speed.bench_others,
+    "bench": speed.bench_all,
     "attention": speed.attention,
-    "training": training.training,
-    "tensorrt": same.tensorrt,
     "shapes": speed.shapes,
 }
 
@@ -220,8 +154,7 @@ def run_part(asked: TableRow, result: Path) -> None:
 def _provenance(asked: TableRow) -> TableRow:
     sys.argv = asked["command"]  # of the command, in place of this process's own
     prompts: Any = None if asked["prompts"] is None else Path(asked["prompts"])
-    about = provenance.collect(prompts_file=prompts)
-    return {**about, "wheels": asked["wheels"]}
+    return provenance.collect(prompts_file=prompts)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Collects what the parts of tools/gpu/check.py find and writes it as JSON and Markdown.
+"""Collects what the parts of tools/gpu/check.py find and writes it as JSON.
 
 This file imports only the standard library, so that it works even where packages are broken.
 """
@@ -157,52 +157,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return finite(value) if isinstance(value, float) else value
-
-
-def write(figures: TableRow, folder: Path) -> None:
-    """Writes results.json and results.md."""
-    write_whole(folder / "results.json", as_json(figures))
-    write_whole(folder / "results.md", as_markdown(figures))
-
-
-def as_markdown(figures: TableRow) -> str:
-    """Returns the report: a table of all verdicts, then each part with its tables."""
-    how = [word for word in ("toy sizes", "dry run") if figures[word.replace(" ", "_")]]
-    lines = [f"# GPU check{''.join(f', {word}' for word in how)}", ""]
-    lines += [f"{figures['measured_on']}. Bundles: {', '.join(figures['bundles']) or 'none'}."]
-    if figures["dry_run"]:
-        lines += ["", "**Dry run: no number here is judged, or says anything of a GPU.**"]
-    failed = "A part FAILED" if figures["exit_code"] else "No part failed"
-    lines += ["", f"{failed}; {figures['seconds']:.0f} s in all.", ""]
-    lines += ["| part | verdict | s | |", "|---|---|---|---|"]
-    for name, part in figures["parts"].items():
-        says = verdict(name, part).partition(" s  ")[2]
-        cells = (name, part["status"], f"{part['seconds']:.1f}", says)
-        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
-    for name, part in figures["parts"].items():
-        lines += _section(name, part)
-    return "\n".join(lines) + "\n"
-
-
-def _section(name: str, part: TableRow) -> list[str]:
-    lines = ["", f"## {name}: {part['status']}"]
-    if part["note"]:
-        lines += ["", part["note"]]
-    for title, rows in part["tables"].items():
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        lines += ["", f"*{title}*", "", f"| {' | '.join(columns)} |"]
-        lines.append("|---" * len(columns) + "|")
-        for row in rows:
-            lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
-    if part["failures"] or part["missing"] or part["unjudged"]:
-        lines.append("")
-    lines += [f"- FAILED: {failure}" for failure in part["failures"]]
-    lines += [f"- off, not judged: {number}" for number in part["unjudged"]]
-    lines += [f"- left out: {each['what']}: {each['why']}" for each in part["missing"]]
-    return lines
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")

@@ -1,11 +1,13 @@
 """The parts of tools/gpu/check.py that ask whether results are the same: one step of each graph,
-the texts of each drafter, CUDA graphs on and off, TensorRT."""
+the texts of each drafter, alone and in lanes."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,9 @@ import numpy as np
 import spec_runtime
 from spec_runtime import backends
 from spec_runtime.backends.shapes import is_cache
-from spec_runtime.backends.tensorrt.api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
-from spec_runtime.measure import audit, bench
-from spec_runtime.measure.prompts import BenchPrompt
+from spec_runtime.measure import audit
 from spec_runtime.proposers.heads import PAIRS
 from tools.gpu import graphs
 from tools.gpu.graphs import BACKEND_FOR, Feeder
@@ -39,53 +39,70 @@ SCORES = ("logits", "guess_log_probs", PAIRS, TOP_LOGITS)
 BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
 
 # How texts are decoded to be compared: greedy, and drawn with a seed.
-DECODINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "seed 1": {"temperature": 0.8, "seed": 1},
-}
+DECODINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seed 1": {"temperature": 0.8, "seed": 1}}
 
 # --------------------------------------------------------------------------------------- parity
 
 
 def parity(check: Check, found: Findings) -> None:
-    """Compares every graph, fed alike, on the device and on ONNX Runtime's CPU provider."""
+    """Opens every graph on the device and on ONNX Runtime's CPU provider, feeds both alike and
+    compares their rows."""
     for opened in check.opened:
-        _compare_graphs(check, found, opened, BACKEND_FOR[check.device])
-    found.note = (
-        "|Δ| of a row over its range; judged is the worst row at fp32, the mean row elsewhere. "
-        "Equal best token is for information: rounding decides near ties."
-    )
-    if check.device == "cpu":
-        found.note += " Here the CPU is compared with itself."
-
-
-def _compare_graphs(check: Check, found: Findings, opened: bundles.Bundle, backend: str) -> None:
-    for name, (graph, drafter) in graphs_of(opened).items():
-        what = f"{label(opened)}, {name}"
-        row = found.attempt(what, _compare_graph, opened, graph, drafter, backend)
-        if row is not None:
-            found.add({"bundle": label(opened), "graph": name, **row})
-            if row["verdict"] != "ok":
-                found.fail_number(f"{what}: {row['verdict']}")
+        for name, (graph, drafter) in graphs_of(opened).items():
+            what = f"{label(opened)}, {name}"
+            row = found.attempt(what, _compare_graph, check, opened, graph, drafter)
+            if row is not None:
+                found.add({"bundle": label(opened), "graph": name, **row})
+                if row["verdict"] != "ok":
+                    found.fail_number(f"{what}: {row['verdict']}")
     rows = found.tables.get("measured", [])
     right = sum(row["verdict"] == "ok" for row in rows)
     found.figure = f"{right} of {len(rows)} graphs compute what the CPU computes"
+    if check.device == "cuda":
+        taken = sum(row["CUDA graphs"] == "yes" for row in rows)
+        found.figure += f", {taken} with CUDA graphs"
+    found.note = (
+        "|Δ| of a row over its range; judged is the worst row at fp32, the mean row elsewhere. "
+        "Equal best token is for information: rounding decides near ties. A session without CUDA "
+        "graphs runs all the same; the reason is ONNX Runtime's."
+    )
 
 
 def _compare_graph(
-    opened: bundles.Bundle,
-    graph: bundles.Graph,
-    drafter: bundles.DrafterInfo | None,
-    device_backend: str,
+    check: Check, opened: bundles.Bundle, graph: bundles.Graph, drafter: bundles.DrafterInfo | None
 ) -> TableRow:
     target, config = opened.manifest.target, drafter.config if drafter else {}
     capacity = target.max_length + target.scratch
     vocab_size = config.get("mask_token_base", target.dims.vocab_size) + config.get("num_masks", 0)
     feeder = Feeder(graph, capacity, vocab_size, config.get("num_guesses", 1))
-    both = [
-        backends.open_graph(opened, graph, capacity, backends.Runtime(backend))
-        for backend in (device_backend, BACKEND_FOR["cpu"])
-    ]
+    begin = time.monotonic()
+    with warnings_of("spec_runtime") as warnings:
+        runtime = backends.Runtime(BACKEND_FOR[check.device])
+        device = backends.open_graph(opened, graph, capacity, runtime)
+    about: TableRow = {"seconds to open": time.monotonic() - begin}
+    if check.device == "cuda":
+        about |= {"CUDA graphs": "no" if warnings else "yes", "reason": "; ".join(warnings) or None}
+    cpu = backends.open_graph(opened, graph, capacity, backends.Runtime(BACKEND_FOR["cpu"]))
+    return about | _compare_runs((device, cpu), graph, feeder, target.precision)
+
+
+@contextmanager
+def warnings_of(logger: str) -> Iterator[list[str]]:
+    """Collects what is logged meanwhile as a warning or worse."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def _compare_runs(
+    both: tuple[Any, Any], graph: bundles.Graph, feeder: Feeder, precision: str
+) -> TableRow:
+    """Runs two backends of a graph over the same trees, and judges how far their rows differ."""
     # LOGSUMEXP is no row, and it follows from the logits.
     outputs = [s.name for s in graph.outputs if not is_cache(s) and s.name != LOGSUMEXP]
     for backend in both:
@@ -114,7 +131,7 @@ def _compare_graph(
                 errors[kind] += graphs.row_errors(got[name], expected[name])
             if name == "logits":
                 same += (got[name].argmax(-1) == expected[name].argmax(-1)).tolist()
-    return _judge_rows(errors, same, target.precision)
+    return _judge_rows(errors, same, precision)
 
 
 def _pair_rows(
@@ -158,30 +175,19 @@ def losslessness(check: Check, found: Findings) -> None:
     """Compares texts with plain decoding's on the device; a difference that rounding does not
     explain ("real") fails."""
     for opened in check.opened:
-        _compare_texts(check, found, opened, contenders(opened), None)
-    found.note = "real: differences from plain decoding that rounding does not explain."
-
-
-def _compare_texts(
-    check: Check,
-    found: Findings,
-    opened: bundles.Bundle,
-    names: Sequence[str],
-    backend: str | None,
-) -> None:
-    """Compares these contenders."""
-    for decoding, options in DECODINGS.items():
-        for name in names:
-            what = f"{label(opened)}, {name}, {decoding}"
-            row = found.attempt(what, _audit, check, opened, name, options, backend)
-            if row is not None:
-                _judge(found, what, row)
-                found.add({"bundle": label(opened), "drafter": name, "decoding": decoding, **row})
-    rows = found.tables.get("measured", [])
-    texts = [row for row in rows if "tokens" in row]
+        for decoding, options in DECODINGS.items():
+            for name in contenders(opened):
+                what = f"{label(opened)}, {name}, {decoding}"
+                row = found.attempt(what, _audit, check, opened, name, options)
+                if row is not None:
+                    _judge(found, what, row)
+                    about = {"bundle": label(opened), "drafter": name, "decoding": decoding}
+                    found.add({**about, **row})
+    texts = found.tables.get("measured", [])
     right = sum(not row["real"] for row in texts)
     tokens = sum(row["tokens"] for row in texts)
     found.figure = f"{right} of {len(texts)} ways of drafting lossless over {tokens} tokens"
+    found.note = "real: differences from plain decoding that rounding does not explain."
 
 
 def _judge(found: Findings, what: str, row: TableRow) -> None:
@@ -189,13 +195,11 @@ def _judge(found: Findings, what: str, row: TableRow) -> None:
         found.fail_number(f"{what}: {row['real']} real differences, expected none")
 
 
-def _audit(
-    check: Check, opened: bundles.Bundle, name: str, options: Any, backend: str | None
-) -> TableRow:
+def _audit(check: Check, opened: bundles.Bundle, name: str, options: Any) -> TableRow:
     """Compares texts and the rows they came from; keeps how far forms of a row round apart."""
     precision = opened.manifest.target.precision
     prompts = check.prompts[: check.sizes.num_audited]
-    engine = check.engine(opened, name, backend=backend)
+    engine = check.engine(opened, name)
     whole = {"max_new_tokens": check.sizes.audited_tokens, **options}
     report = audit.run(engine, prompts, whole, precision)  # type: ignore[arg-type]
     if not report.answers:
@@ -240,59 +244,6 @@ def _first(divergences: Sequence[TableRow]) -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------- capture
-
-
-def capture(check: Check, found: Findings) -> None:
-    """Compares tokens and speed with and without captured CUDA graphs."""
-    if check.device != "cuda":
-        raise LeftOut("CUDA graphs need --device cuda")
-    for opened in check.opened:
-        names = ("none", *contenders(opened))
-        for name in names:
-            what = f"{label(opened)}, {name}"
-            row = found.attempt(what, _capture, check, opened, name)
-            if row is not None:
-                _judge(found, f"{what}, captured against eager", row)
-                found.add({"bundle": label(opened), "drafter": name, **row})
-        check.close()
-    ratios = [row["captured / eager"] for row in found.tables.get("measured", [])]
-    if ratios:
-        found.figure = f"captured / eager {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
-
-
-def _capture(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
-    engines = [check.engine(opened, name, cuda_graphs) for cuda_graphs in (True, False)]
-    prompts = check.prompts[: check.sizes.num_audited]
-    one, other = race(engines, prompts, check.sizes.audited_tokens)
-    partings: list[TableRow] = []
-    for a, b in zip(one.pairs, other.pairs, strict=True):
-        ids = engines[0].encode(a.prompt.content)
-        texts = [pair.turns[0].speculative.token_ids for pair in (a, b)]
-        partings += _parting(check, opened, a.prompt.id, ids, *texts)
-    captured, eager = (
-        bench.summarise(report)["overall"]["tokens_per_second"] for report in (one, other)
-    )
-    return {
-        "captured tokens/s": captured,
-        "eager tokens/s": eager,
-        "captured / eager": captured / eager,
-        "identical": 1 - len(partings) / len(one.pairs),
-        "real": sum(parting["class"] == "real" for parting in partings),
-    }
-
-
-def race(
-    engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
-) -> list[bench.BenchReport]:
-    """Returns a report for each engine; CUDA graphs are captured before the clock starts."""
-    bench.run(engines, prompts[:1], max_new_tokens)
-    reports = bench.run(engines, prompts, max_new_tokens)
-    if not reports[0].pairs:
-        raise ValueError("got no prompt that fits the context")
-    return reports
-
-
 # ---------------------------------------------------------------------------------------- lanes
 
 
@@ -318,18 +269,18 @@ def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> 
     num_lanes = 1 if engine.lanes.passes is None else engine.lanes.passes.max_lanes
     if num_lanes == 1:
         raise LeftOut("the bundle has no graphs for several lanes")
+    whole = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False, **options}
     prompts = check.prompts[: check.sizes.num_audited]
     ids = [engine.encode(prompt.content) for prompt in prompts]
-    whole = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False, **options}
     ways: list[Callable[[], list[spec_runtime.GenerationResult]]] = [
         lambda: [engine.generate(each, **whole) for each in ids],
         lambda: engine.generate_many(ids, parallel=num_lanes, **whole),
     ]
     seconds = []
-    for run in ways:
-        run()  # captures
+    for answer in ways:
+        answer()  # captures
         begin = time.perf_counter()
-        results = run()
+        results = answer()
         seconds.append((time.perf_counter() - begin, results))
     (alone_s, alone), (together_s, together) = seconds
     partings: list[TableRow] = []
@@ -345,39 +296,3 @@ def _together(check: Check, opened: bundles.Bundle, name: str, options: Any) -> 
         "real": sum(parting["class"] == "real" for parting in partings),
         "first divergence": _first(partings),
     }
-
-
-# ------------------------------------------------------------------------------------- tensorrt
-
-
-def tensorrt(check: Check, found: Findings) -> None:
-    """Compares TensorRT's rows with the CPU provider's, and its texts with its plain decoding.
-
-    Where no bundle has plans, one of a random target is built for the GPU here.
-    """
-    if check.device != "cuda":
-        raise LeftOut("TensorRT needs --device cuda")
-    if found.is_dry_run:
-        raise LeftOut("a dry run has no GPU, for which TensorRT would load or build its plans")
-    try:
-        found.note = f"{import_tensorrt().flavour}; rows against the CPU, texts against plain ones."
-    except ValueError as error:
-        raise LeftOut(str(error)) from error
-    planned = [each for each in check.opened if each.manifest.graphs["target"].plans]
-    if not planned:
-        folder = check.work / "tensorrt"
-        shape = check.sizes.bundle
-        path = found.attempt(
-            "building a random target's plans",
-            graphs.random_bundle,
-            folder,
-            shape,
-            "cuda",
-            True,
-        )
-        planned = [] if path is None else [bundles.read(path, verify=False)]
-    for opened in planned:
-        _compare_graphs(check, found, opened, "tensorrt")
-        rows = found.figure
-        _compare_texts(check, found, opened, contenders(opened), "tensorrt")
-        found.figure = f"{rows}; {found.figure}"

@@ -13,27 +13,34 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import ATTENTIONS
 from spec_runtime.loop.target import ARGMAX
 from spec_runtime.measure import bench
+from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.trees.tree import chain_parents
 from tools.gpu import graphs
 from tools.gpu.graphs import PRECISION_FOR, Feeder, Shape, milliseconds
-from tools.gpu.job import TINY, Check, contenders, label, shipped
+from tools.gpu.job import TINY, Check, contenders, label
 from tools.gpu.report import Findings, LeftOut, TableRow, finite
-from tools.gpu.same import TOLERANCES, race
+from tools.gpu.same import TOLERANCES
 
 # ---------------------------------------------------------------------------------------- bench
 
 
-def bench_shipped(check: Check, found: Findings) -> None:
-    """Runs what a user gets without asking: the first drafter."""
+def bench_all(check: Check, found: Findings) -> None:
+    """Runs what a user gets without asking, the first drafter, and then the others and lookup."""
     for opened in check.opened:
-        _bench(check, found, opened, [shipped(opened)])
+        first, *others = contenders(opened)
+        _bench(check, found, opened, [first])
+        _bench(check, found, opened, others)
 
 
-def bench_others(check: Check, found: Findings) -> None:
-    """Runs the other drafters and prompt lookup."""
-    for opened in check.opened:
-        names = [name for name in contenders(opened) if name != shipped(opened)]
-        _bench(check, found, opened, names)
+def race(
+    engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
+) -> list[bench.BenchReport]:
+    """Returns a report for each engine; CUDA graphs are captured before the clock starts."""
+    bench.run(engines, prompts[:1], max_new_tokens)
+    reports = bench.run(engines, prompts, max_new_tokens)
+    if not reports[0].pairs:
+        raise ValueError("got no prompt that fits the context")
+    return reports
 
 
 def _bench(check: Check, found: Findings, opened: bundles.Bundle, names: Sequence[str]) -> None:

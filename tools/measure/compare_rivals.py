@@ -7,8 +7,7 @@ The rivals' versions stand in rivals/environments.py; environments and models ar
 engine and mode is one worker process; all of a precision are open together (at fp32 some 12 GB for
 the demo target), one decodes while the others wait, and whose turn comes first rotates. Decoding is
 greedy. Tokens a second are of decoding only, without the first token, which the prompt's own pass
-gives; that pass is timed apart. Memory is the process's peak resident size, loading included, and
-its proportional share at the end.
+gives; that pass is timed apart. Memory is the process's peak resident size, loading included.
 
 Texts are compared with the same engine's plain ones, between engines where the weights are equal,
 and with what DIR/fp32, if it is there, would choose at each place. Every answer is kept in OUT with
@@ -24,7 +23,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +31,22 @@ from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
-from spec_runtime.files.writing import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.prompt import encode_prompt
-from spec_runtime.text.tokenizer import Tokenizer
+from spec_runtime.text.tokenizer import Codec, Tokenizer
+from tools.docs.render import shown
+from tools.docs.rows import by_contender
 from tools.figures import command_line, manifest_of, write
 from tools.figures import run as run_script
 from tools.measure import measure_all
-from tools.measure.rivals import contexts, fidelity, field, race, report
+from tools.measure.rivals import contexts, fidelity, field, report
 from tools.measure.rivals.environments import RivalError
 from tools.measure.rivals.field import PRECISIONS, RIVALS, Contender, Options, Rival
 from tools.measure.rivals.models import TargetFiles
+from tools.measure.rivals.race import Context, Journal, Race, one_by_one
 from tools.measure.rivals.worker import Worker
 
-NAMES = tuple(rival.name for rival in RIVALS)
 SHORT_TOKENS = 512  # of a short prompt, at most
 
 
@@ -56,112 +57,66 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes --json after each precision and prints tables."""
-    for file in filter(None, (args.json, args.figure)):
-        require_writable(file)
+    require_writable(args.json)
     figures = compare(args)
     for precision, found in figures["precisions"].items():
-        print(report.table(precision, found) + "\n")
-    for each in (*figures["left_out"], *figures["failed"]):
+        print(f"### {precision}\n\n{shown('rivals', by_contender(found))}\n")
+    for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
-    shares = [
-        each["others_cpu_share"]
-        for contexts_of in figures["precisions"].values()
-        for found in contexts_of.values()
-        for each in found.values()
-    ]
-    print(f"\nwaiting workers used at most {max(shares, default=0.0):.0%} of a core during a job")
     print("specsplit over the best rival, median and range over rounds:")
     print("\n".join(report.aim_lines(figures["best"])))
-    if args.figure:
-        from tools.docs import charts
-
-        write_atomically(args.figure, charts.rivals_of(figures))
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of all precisions, and what was not measured with the reason."""
-    files = TargetFiles(target.resolve(args.model), args.work)
-    race_contexts, options, manifests = _prepare(args)
-    used = {prompt for each in race_contexts for prompt in each.prompts}
-    settings = {
-        "prompts": {each.name: each.digest for each in race_contexts},
-        "max_new_tokens": args.max_new_tokens,
-        "threads": options.threads,
-        "lookup": [options.lookup_tokens, options.lookup_ngram],
-        "profile": options.profile,
-        "bundles": {name: manifest.files for name, manifest in manifests.items()},
-        "versions": {rival.name: rival.environment.steps for rival in RIVALS},
-    }
-    journal = race.Journal(args.json.with_suffix(".rows.jsonl"), settings)
-    figures: dict[str, Any] = {
-        "load_average": os.getloadavg()[0],
-        "threads": options.threads,
-        "rounds": args.rounds,
-        "max_new_tokens": args.max_new_tokens,
-        "lookup_tokens": options.lookup_tokens,
-        "contexts": {
-            each.name: {
-                "prompts": len(each.prompts),
-                "tokens": sum(map(len, each.prompts.values())) / len(each.prompts),
-            }
-            for each in race_contexts
-        },
-        "versions": {},
-        "precisions": {},
-        "best": [],
-        "left_out": [
-            {"engine": engine, "what": what, "reason": reason}
-            for engine, what, reason in field.LEFT_OUT
-        ],
-        "failed": [],
-    }
-    for precision in args.precision:
-        contest = race.Race(precision, race_contexts, args.rounds, args.max_new_tokens)
-        rivals = [rival for rival in RIVALS if rival.name in args.rival]
-        others, failed = enter(rivals, precision, files, options)
-        own = field.ours(args.bundles / precision, precision, options, args.model is None)
-        contenders = [*own, *others]
-        names = [each.name for each in contenders]
-        if not race.is_over(contest, names, journal):
-            run_race = functools.partial(race.run, contest, journal=journal, announce=say)
-            failed += let_run(run_race, contenders, args.work / "logs" / precision)
-        figures["failed"] += [{**each, "precision": precision} for each in failed]
-        lost = {each["name"] for each in failed}
-        finished = [each for each in contenders if each.name not in lost]
-        engines = {each.name: each.engine for each in finished}
-        rows = [row for row in journal.rows if row["precision"] == precision]
-        rows = [row for row in rows if row["round"] < args.rounds and row["contender"] in engines]
-        figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
-        choices = None
-        if (exact := args.bundles / "fp32").is_dir():
-            choices = fidelity.choices(exact, options.threads, race_contexts, rows)
-        figures["precisions"][precision] = report.summarise(rows, finished, choices)
-        figures["best"] += report.aims(precision, figures["precisions"][precision])
-        write(
-            args.json,
-            figures,
-            threads=options.threads,
-            prompts_file=args.prompts,
-            prompts=[each for each in read_prompts(args.prompts) if str(each.id) in used],
-            manifest=next(iter(manifests.values())),
-        )
-    return figures
-
-
-def _prepare(
-    args: argparse.Namespace,
-) -> tuple[list[race.Context], Options, dict[str, bundles.Manifest]]:
-    """Returns the prompts, what all contenders are given alike, and each precision's manifest."""
     for precision in args.precision:
         measure_all.build(precision, args.bundles, args.model)
     manifests = {precision: manifest_of(args.bundles / precision) for precision in args.precision}
     tokenizer = Tokenizer(bundles.read(args.bundles / args.precision[0], verify=False))
-    found = contexts_of(args, tokenizer)
+    asked = contexts_of(args, tokenizer)
     room = min(manifest.target.max_length for manifest in manifests.values())
-    return found, options_of(args, found, tokenizer, room), manifests
+    options = options_of(args, asked, tokenizer, room, may_end=True)
+    bundle_files = {name: manifest.files for name, manifest in manifests.items()}
+    journal = journal_of(args, asked, options, bundle_files, args.rival)
+    figures: dict[str, Any] = {
+        **about(args, asked),
+        "threads": options.threads,
+        "lookup_tokens": options.lookup_tokens,
+        "versions": {},
+        "precisions": {},
+        "best": [],
+        "failed": [],
+    }
+    for precision in args.precision:
+        race = Race(precision, one_by_one(asked, args.rounds), args.max_new_tokens, may_end=True)
+        own = field.ours(
+            args.bundles / precision,
+            precision,
+            options,
+            field.OUR_MODES,
+            not args.no_profile,
+            args.model is None,
+        )
+        rivals = [rival for rival in RIVALS if rival.name in args.rival]
+        finished, failed = let_all_run(args, race, own, rivals, options, journal)
+        figures["failed"] += [{**each, "precision": precision} for each in failed]
+        engines = {each.name: each.engine for each in finished}
+        rows = race.rows(journal, engines)
+        figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
+        choices = None
+        if (exact := args.bundles / "fp32").is_dir():
+            choices = fidelity.choices(exact, options.threads, asked, rows)
+        found = report.summarise(rows, finished, choices)
+        figures["precisions"][precision] = found
+        figures["best"] += report.aims(precision, found)
+        keep(args, figures, asked, options, next(iter(manifests.values())))
+    return figures
 
 
-def contexts_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list[race.Context]:
+# ---- what many_clients.py does alike ----
+
+
+def contexts_of(args: argparse.Namespace, tokenizer: Codec) -> list[Context]:
     """Returns the short prompts and, if there are to be any, the long ones."""
     encode = functools.partial(encode_prompt, tokenizer, raw=False, system=None)
     prompts = read_prompts(args.prompts)
@@ -172,11 +127,15 @@ def contexts_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list[race.Con
 
 
 def options_of(
-    args: argparse.Namespace, found: Sequence[race.Context], tokenizer: Tokenizer, room: int
+    args: argparse.Namespace,
+    asked: Sequence[Context],
+    tokenizer: Tokenizer,
+    room: int,
+    may_end: bool,
 ) -> Options:
     """Returns what all contenders are given alike; raises UserError if a prompt and its answer take
     more than `room` tokens."""
-    longest = max(len(ids) for each in found for ids in each.prompts.values())
+    longest = max(len(ids) for each in asked for ids in each.prompts.values())
     if longest + args.max_new_tokens > room:
         raise UserError(
             f"got a prompt of {longest} tokens and {args.max_new_tokens} new ones, expected at "
@@ -188,55 +147,115 @@ def options_of(
         max_length=-(-(longest + args.max_new_tokens) // 256) * 256,
         lookup_tokens=args.lookup_tokens,
         lookup_ngram=args.lookup_ngram,
-        profile=not args.no_profile,
+        may_end=may_end,
     )
 
 
-def enter(
-    rivals: Sequence[Rival], precision: str, files: TargetFiles, options: Options
+def journal_of(
+    args: argparse.Namespace,
+    asked: Sequence[Context],
+    options: Options,
+    bundle_files: Any,
+    who: object,
+) -> Journal:
+    """Opens the file of answers beside --json, for these prompts, settings and contenders."""
+    settings = {
+        "prompts": {each.name: each.digest for each in asked},
+        "max_new_tokens": args.max_new_tokens,
+        "options": [options.threads, options.lookup_tokens, options.lookup_ngram, options.may_end],
+        "profile": not args.no_profile,
+        "bundles": bundle_files,
+        "versions": {rival.name: rival.environment.steps for rival in RIVALS},
+        "contenders": who,
+    }
+    return Journal(args.json.with_suffix(".rows.jsonl"), settings)
+
+
+def about(args: argparse.Namespace, asked: Sequence[Context]) -> dict[str, Any]:
+    """Returns what both files of figures say of a run."""
+    return {
+        "load_average": os.getloadavg()[0],
+        "rounds": args.rounds,
+        "max_new_tokens": args.max_new_tokens,
+        "contexts": {
+            each.name: {
+                "prompts": len(each.prompts),
+                "tokens": sum(map(len, each.prompts.values())) / len(each.prompts),
+            }
+            for each in asked
+        },
+    }
+
+
+def let_all_run(
+    args: argparse.Namespace,
+    race: Race,
+    own: Sequence[Contender],
+    rivals: Sequence[Rival],
+    options: Options,
+    journal: Journal,
 ) -> tuple[list[Contender], list[dict[str, str]]]:
-    """Returns the contenders of rivals at a precision, and those that could not be made ready."""
-    contenders: list[Contender] = []
-    failed = []
+    """Makes the rivals ready and runs whatever of the race the journal lacks, with all workers
+    open; returns who finished, and who did not with the reason."""
+    contenders, failed = [*own], []
+    files = TargetFiles(target.resolve(args.model), args.work)
     for rival in rivals:
         try:
-            contenders += field.of_rival(rival, precision, files, options)
+            contenders += field.of_rival(rival, race.precision, files, options)
         except RivalError as error:
-            failed.append(_failure(rival.title, rival.title, precision, error))
-    return contenders, failed
+            failed.append(_failure(rival.title, rival.title, race.precision, error))
+    if not race.is_over([each.name for each in contenders], journal):
+        failed += _let_run(race, contenders, journal, args.work / "logs" / args.json.stem)
+    lost = {each["name"] for each in failed}
+    return [each for each in contenders if each.name not in lost], failed
 
 
-def let_run(
-    race_of: Callable[[Mapping[str, Worker]], dict[str, str]],
-    contenders: Sequence[Contender],
-    logs: Path,
+def _let_run(
+    race: Race, contenders: Sequence[Contender], journal: Journal, logs: Path
 ) -> list[dict[str, str]]:
-    """Starts the workers, all of them, and calls `race_of` with them by name; returns who failed.
-
-    `race_of` returns the reasons of those that failed during it.
-    """
-    failed = {}
+    """Starts all workers, runs the race and returns who failed."""
+    reasons = {}
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for each in contenders:
-            say(f"{logs.name}: opening {each.name}")
+            say(f"{race.precision}: opening {each.name}")
+            log = logs / f"{race.precision} {each.name}.log"
             try:
-                workers[each.name] = Worker(each.command, each.settings, logs / f"{each.name}.log")
+                workers[each.name] = Worker(each.command, each.settings, log)
             except RivalError as error:
-                failed[each.name] = str(error)
+                reasons[each.name] = str(error)
                 say(f"{each.name} is left out: {error}")
                 continue
             stack.callback(workers[each.name].close)
-        failed |= race_of(workers)
+        reasons |= race.run(workers, journal, say)
     return [
-        _failure(each.name, each.engine, each.mode, failed[each.name])
+        _failure(each.name, each.engine, each.mode, reasons[each.name])
         for each in contenders
-        if each.name in failed
+        if each.name in reasons
     ]
 
 
 def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str]:
     return {"name": name, "engine": engine, "what": what, "reason": str(reason)}
+
+
+def keep(
+    args: argparse.Namespace,
+    figures: Mapping[str, Any],
+    asked: Sequence[Context],
+    options: Options,
+    manifest: bundles.Manifest,
+) -> dict[str, Any]:
+    """Writes --json, with the prompts that were asked in its provenance."""
+    used = {prompt for each in asked for prompt in each.prompts}
+    return write(
+        args.json,
+        {**figures},
+        threads=options.threads,
+        prompts_file=args.prompts,
+        prompts=[each for each in read_prompts(args.prompts) if str(each.id) in used],
+        manifest=manifest,
+    )
 
 
 def say(text: str) -> None:
@@ -247,17 +266,16 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     flags = ("--prompts", "--max-new-tokens", "--no-profile", "--threads", "--json")
     found = command_line(__doc__, *flags, required=("--json",))
-    add_flags(found, NAMES, long_limit=4, long_tokens=1500, rounds=3)
+    add_flags(found, RIVALS, long_limit=4, long_tokens=1500, rounds=3)
     found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
-    found.add_argument("--figure", type=Path)
     found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
     return found
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: int) -> None:
-    """Adds the flags of every tool that measures rivals of these names."""
-    add = parser.add_argument
+def add_flags(parser: argparse.ArgumentParser, rivals: Sequence[Rival], **defaults: int) -> None:
+    """Adds the flags of every tool that measures rivals."""
+    add, names = parser.add_argument, [rival.name for rival in rivals]
     add("--rival", nargs="*", choices=names, default=names)
     add("--long-limit", type=int, help="long prompts; 0 for none")
     add("--long-tokens", type=int)

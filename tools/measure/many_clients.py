@@ -22,30 +22,25 @@ was stopped. A rival that cannot be installed, built or run is named with its re
 from __future__ import annotations
 
 import argparse
-import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import provenance
-from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.tokenizer import Tokenizer
-from tools.figures import command_line, parse, run, write
+from tools.docs.render import shown
+from tools.figures import command_line, parse, run
 from tools.measure.compare_rivals import (
+    about,
     add_flags,
     contexts_of,
-    enter,
-    let_run,
+    journal_of,
+    keep,
+    let_all_run,
     options_of,
-    say,
 )
-from tools.measure.rivals import crowd
-from tools.measure.rivals.models import TargetFiles
-from tools.measure.rivals.race import Journal
-
-NAMES = tuple(rival.name for rival in crowd.rivals("fp32"))
+from tools.measure.rivals import field, report
+from tools.measure.rivals.race import Race, by_many
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,78 +48,46 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     bundle = bundles.read(args.bundle, verify=False)
     manifest, tokenizer = bundle.manifest, Tokenizer(bundle)
     precision = manifest.target.precision
-    contexts = contexts_of(args, tokenizer)
-    options = options_of(args, contexts, tokenizer, manifest.target.max_length)
-    loads = crowd.Crowd(
-        contexts,
-        {"short": args.clients, "long": args.long_clients},
-        {"short": args.answers, "long": args.long_answers},
-        args.least,
-        args.rounds,
-        args.max_new_tokens,
-    )
-    files = TargetFiles(target.resolve(args.model), args.work)
-    rivals = [rival for rival in crowd.rivals(precision) if rival.name in args.rival]
-    others, failed = enter(rivals, precision, files, options)
-    contenders = [*crowd.ours(args.bundle, precision, options, args.parallel), *others]
-    settings = {
-        "prompts": {each.name: each.digest for each in contexts},
-        "answers": [loads.answers, args.least],
-        "max_new_tokens": args.max_new_tokens,
-        "bundle": manifest.files,
-        "commit": provenance.git_commit(),
-        "contenders": {each.name: [*each.command, each.settings] for each in contenders},
-    }
-    journal = Journal(args.json.with_suffix(".rows.jsonl"), settings)
-    if not crowd.is_over(loads, [each.name for each in contenders], journal):
-        run_loads = functools.partial(crowd.run, loads, journal=journal, announce=say)
-        failed += let_run(run_loads, contenders, args.work / "logs" / f"clients {precision}")
-    lost = {each["name"] for each in failed}
-    finished = [each for each in contenders if each.name not in lost]
-    rows = crowd.rows_of(loads, journal, finished)
+    asked = contexts_of(args, tokenizer)
+    options = options_of(args, asked, tokenizer, manifest.target.max_length, may_end=False)
+    clients = {"short": args.clients, "long": args.long_clients}
+    answers = {"short": args.answers, "long": args.long_answers}
+    loads = [*by_many(asked, clients, answers, args.least, args.rounds)]
+    race = Race(precision, loads, args.max_new_tokens, may_end=False)
+    modes = field.our_modes_for_many(args.parallel)
+    own = field.ours(args.bundle, precision, options, modes, not args.no_profile)
+    rivals = [each for each in field.for_many(precision) if each.name in args.rival]
+    who = [args.rival, args.parallel, provenance.git_commit()]
+    journal = journal_of(args, asked, options, manifest.files, who)
+    finished, failed = let_all_run(args, race, own, rivals, options, journal)
+    rows = race.rows(journal, [each.name for each in finished])
+    found = report.summarise_many(rows, finished)
     figures = {
-        "load_average": os.getloadavg()[0],
-        "rounds": args.rounds,
+        **about(args, asked),
         "parallel": args.parallel,
-        "max_new_tokens": args.max_new_tokens,
-        "contexts": {
-            each.name: {
-                "prompts": len(each.prompts),
-                "tokens": sum(map(len, each.prompts.values())) / len(each.prompts),
-            }
-            for each in contexts
-        },
         "versions": {row["contender"]: row["version"] for row in rows},
-        "rows": (found := crowd.summarise(rows, finished)),
-        "best": crowd.best(found),
+        "rows": found,
+        "best": report.best_of_many(found),
         "failed": failed,
     }
-    used = {prompt for each in contexts for prompt in each.prompts}
-    return write(
-        args.json,
-        figures,
-        threads=options.threads,
-        prompts_file=args.prompts,
-        prompts=[each for each in read_prompts(args.prompts) if str(each.id) in used],
-        manifest=manifest,
-    )
+    return keep(args, figures, asked, options, manifest)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures as the command line says, and prints the table."""
     figures = measure(parse(parser(), words))
-    print(crowd.table(figures["rows"]) + "\n")
+    print(shown("many_clients", figures["rows"]) + "\n")
     for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
     for each in figures["best"]:
-        print(crowd.best_line(each))
+        print(report.line_of_many(each))
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     flags = ("--bundle", "--prompts", "--max-new-tokens", "--no-profile", "--threads", "--json")
     found = command_line(__doc__, *flags, required=("--bundle", "--json"), max_new_tokens=64)
-    add_flags(found, NAMES, long_limit=16, long_tokens=1000, rounds=2)
+    add_flags(found, field.for_many("fp32"), long_limit=16, long_tokens=1000, rounds=2)
     add = found.add_argument
     add("--limit", type=int, default=32, help="short prompts, over all categories")
     add("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])

@@ -22,132 +22,104 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.figures import command_line, run
 
 PRECISIONS = ("fp32", "int8", "int4")
-# Six prompts at fp32 and twelve below keep a sweep of five repeats within six minutes.
-TUNED_PROMPTS = {"fp32": 6, "int8": 12, "int4": 12}
-LOOKUPS = ("parallelspec+prompt_lookup", "parallelspec", "prompt_lookup")
-LOOKUP = "lookup-"  # what the names of their stages begin with
+LOOKUP = "lookup-"  # what the names of stages about the shipped drafter begin with
 OF_MODELS = ("check", "many-clients", "rivals", "transformers")  # stages that are told the model
+# How much is decoded, and how little with --tiny. Six prompts at fp32 and twelve below keep a sweep
+# of five repeats within six minutes.
+SIZES = {
+    "per_category": ("10", "1"),
+    "limit": ("60", "2"),
+    "tokens": ("--max-new-tokens 128", "--max-new-tokens 4"),
+    "short": ("--max-new-tokens 64", "--max-new-tokens 4"),
+    "audited": ("32", "4"),
+    "repeats": ("5", "1"),
+    "rounds": ("--rounds 5", "--rounds 1"),
+    "few": ("--limit {few_at}", "--limit 1"),
+    "others": ("--limit 20", "--limit 1"),
+    "rivals": ("--limit 8 --long-limit 4 --rounds 3", "--limit 1 --long-limit 0 --rounds 1"),
+    "crowd": ("", "--clients 2 --long-limit 0 --rounds 1 --max-new-tokens 4"),
+    "contexts": ("200 1500", "8"),
+    "questions": ("", "--per-category 1"),
+    "checked": ("--precision fp32 --precision int8 --precision int4", "--precision int8"),
+}
+FEW_AT = {"fp32": "6", "int8": "12", "int4": "12"}
+# The stages in their order: name, which bundles ("all" at once, "none"), the exit code up to which
+# there is a result, and the command: a module of tools, or a package and its verb.
+STAGES = """
+bench-{} | fp32 int8 | 0 | spec_runtime bench {bench} {tokens} --no-profile
+lookup-{} | fp32 int8 | 0 | spec_runtime bench {bench} {tokens} --no-profile {looked_up}
+audit-{} | fp32 int8 int4 | 1 | spec_runtime audit {audit}
+audit-{}-strict | fp32 | 1 | spec_runtime audit {audit} --strict
+tune-{} | fp32 int8 int4 | 0 | spec_runtime tune {short}
+sweep-{} | fp32 int8 int4 | 0 | tools.measure.compare budgets {given} {few} {short} {rounds}
+steps | all | 0 | tools.measure.step_costs --operators --repeats {repeats} --contexts {contexts}
+acceptance-{} | int8 | 0 | tools.measure.compare acceptance {given} --limit {limit} {short}
+transformers-{} | fp32 | 1 | tools.measure.compare transformers {given} {others} {tokens}
+check | none | 1 | spec_export check {checked}
+spec-bench-{} | fp32 int8 | 0 | tools.measure.spec_bench {given} {tokens} --no-profile {questions}
+many-clients-{} | fp32 int8 | 0 | tools.measure.many_clients {given} {crowd}
+rivals | all | 0 | tools.measure.compare_rivals {given} {tokens} {rivals}
+"""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much each stage decodes: prompts of each subset, prompts in all, and new tokens."""
-
-    per_category: int = 10
-    prompts: int = 60
-    bench_tokens: int = 128
-    audit_tokens: int = 32
-    sweep_tokens: int = 64
-    repeats: int = 5
-    other_prompts: int = 20
-    rival_prompts: tuple[int, int] = (8, 4)  # short and long ones
-    rival_rounds: int = 3
-    clients: tuple[str, ...] = ()  # flags of many_clients.py
-    tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
-    contexts: tuple[int, ...] = (200, 1500)  # tokens before a pass
-    questions: int | None = None  # of each subset of Spec-Bench; None: all
-    checked: tuple[str, ...] = PRECISIONS
-
-
-FEW = ("--clients", "2", "--long-limit", "0", "--rounds", "1", "--max-new-tokens", "4")
-TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, FEW, 1, (8,), 1, ("int8",))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One command, the bundle it needs (None: all) and the file it writes.
-
-    A command is a module of tools.measure, or a verb of ``package``; those of spec_export need no
-    bundle. Exit codes up to ``worst_code`` are results.
-    """
+class Stage(NamedTuple):
+    """One command with the bundles that it needs, and the exit code up to which it has a result."""
 
     name: str
-    command: tuple[str, ...]
-    precision: str | None
-    worst_code: int = 0
-    package: str = "spec_runtime"
-
-    @property
-    def is_tool(self) -> bool:
-        return self.command[0].startswith("tools.")
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        """Returns those of the bundles it needs."""
-        if self.package == "spec_export":
-            return ()
-        return PRECISIONS if self.precision is None else (self.precision,)
+    precisions: tuple[str, ...]
+    words: list[str]
+    worst_code: int
 
 
-def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
-    """Returns all stages in their order."""
-    given = ("--prompts", str(prompts))
-    sixty = (*given, "--per-category", str(sizes.per_category))
-    tokens = ("--max-new-tokens", str(sizes.bench_tokens))
-    short = ("--max-new-tokens", str(sizes.sweep_tokens))
-    limit = ("--limit", str(sizes.prompts))
-    repeats = ("--repeats", str(sizes.repeats))
-    bench = ("bench", *sixty, *tokens, "--no-profile")
-    audit = ("audit", *given, *limit, "--max-new-tokens", str(sizes.audit_tokens))
-    names = [word for name in LOOKUPS for word in ("--drafter", name)]
-    found = [Stage(f"bench-{each}", bench, each) for each in ("fp32", "int8")]
-    found += [Stage(f"{LOOKUP}{each}", (*bench, *names), each) for each in ("fp32", "int8")]
-    found += [Stage(f"audit-{each}", audit, each, worst_code=1) for each in PRECISIONS]
-    found.append(Stage("audit-fp32-strict", (*audit, "--strict"), "fp32", worst_code=1))
-    for each in PRECISIONS:
-        found.append(Stage(f"tune-{each}", ("tune", *short), each))
-        few = ("--limit", str(sizes.tuned_prompts or TUNED_PROMPTS[each]))
-        sweep = ("tools.measure.sweep_budgets", *given, *few, *short, *repeats)
-        found.append(Stage(f"sweep-{each}", sweep, each))
-    contexts = ("--contexts", *map(str, sizes.contexts))
-    steps = ("tools.measure.step_costs", "--operators", *repeats, *contexts)
-    acceptance = ("tools.measure.compare_acceptance", *given, *limit, *short)
-    few = ("--num", str(sizes.other_prompts))
-    other = ("tools.measure.compare_with_transformers", *given, *tokens, *few)
-    precisions = [word for each in sizes.checked for word in ("--precision", each)]
-    found += [
-        Stage("steps", steps, None),
-        Stage("acceptance-int8", acceptance, "int8"),
-        Stage("memory-fp32", ("tools.measure.measure_memory", *short), "fp32"),
-        Stage("transformers-fp32", other, "fp32", worst_code=1),
-        Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"),
-    ]
-    questions: tuple[str, ...] = ("tools.measure.spec_bench", *given, *tokens, "--no-profile")
-    if sizes.questions is not None:
-        questions += ("--per-category", str(sizes.questions))
-    found += [Stage(f"spec-bench-{each}", questions, each) for each in ("fp32", "int8")]
-    few_short, few_long = map(str, sizes.rival_prompts)
-    field = ("--limit", few_short, "--long-limit", few_long, "--rounds", str(sizes.rival_rounds))
-    rivals = ("tools.measure.compare_rivals", *given, *tokens, *field)
-    clients = ("tools.measure.many_clients", *given, *sizes.clients)
-    found += [Stage(f"many-clients-{each}", clients, each) for each in ("fp32", "int8")]
-    return [*found, Stage("rivals", rivals, None)]
+def stages(
+    prompts: Path, bundles: Path, results: Path, is_tiny: bool = False, model: str | None = None
+) -> Iterator[Stage]:
+    """Yields all stages with their whole command lines, under this interpreter; model None is the
+    demo, and no other model has stages about the shipped drafter."""
+    for line in STAGES.strip().splitlines():
+        template, which, worst_code, command = line.split(" | ")
+        for precision in ("",) if which in ("all", "none") else which.split():
+            name = template.format(precision)
+            if model is not None and name.startswith(LOOKUP):
+                continue
+            first, *words = _filled(command, prompts, precision, is_tiny)
+            if first.startswith("tools."):
+                program = ["-m", first]
+            else:  # the command that provenance records is the package's program
+                said = first.replace("_", "-")
+                program = ["-c", f"import sys; sys.argv[0] = {said!r}; {IMPORT.format(first)}"]
+            where = ["--bundle", str(bundles / precision)] if precision else []
+            if which == "all":
+                where = ["--bundles", str(bundles)]
+            if model is not None and name.startswith(OF_MODELS):
+                where += ["--model", model]
+            where += ["--json", str(results / f"{name}.json")]
+            needed = PRECISIONS if which == "all" else tuple(filter(None, [precision]))
+            yield Stage(name, needed, [sys.executable, *program, *words, *where], int(worst_code))
 
 
-def command_of(stage: Stage, bundles: Path, results: Path, model: str | None = None) -> list[str]:
-    """Returns the whole command line of a stage, under this interpreter; model None is the demo."""
-    first, *words = stage.command
-    program = ["-m", first] if stage.is_tool else [*entry(stage.package), first]
-    where = ["--bundles", str(bundles)] if stage.precisions else []
-    if stage.precision is not None:
-        where = ["--bundle", str(bundles / stage.precision)]
-    if model is not None and stage.name.startswith(OF_MODELS):
-        where += ["--model", model]
-    where += ["--json", str(results / f"{stage.name}.json")]
-    return [sys.executable, *program, *words, *where]
+IMPORT = "from {}.cli import main; main()"
 
 
-def entry(package: str) -> list[str]:
-    """Returns what runs a package's verbs; the command that provenance records is its name."""
-    name = package.replace("_", "-")
-    code = f"import sys; sys.argv[0] = {name!r}; from {package}.cli import main; main()"
-    return ["-c", code]
+def _filled(command: str, prompts: Path, precision: str, is_tiny: bool) -> list[str]:
+    """Returns the words of a command whose sizes are filled in."""
+    sizes = {name: pair[is_tiny] for name, pair in SIZES.items()}
+    given = "--prompts {prompts}"
+    bench = f"{given} --per-category {sizes['per_category']}"
+    audit = f"{given} --limit {sizes['limit']} --max-new-tokens {sizes['audited']}"
+    drafters = ("parallelspec+prompt_lookup", "parallelspec", "prompt_lookup")
+    looked_up = " ".join(f"--drafter {name}" for name in drafters)
+    whole = {"given": given, "bench": bench, "audit": audit, "looked_up": looked_up}
+    text = command.format(**sizes, **whole)
+    few_at = FEW_AT.get(precision, "")
+    return [word.format(few_at=few_at, prompts=prompts) for word in text.split()]
 
 
 def build(
@@ -162,7 +134,7 @@ def build(
     words += ["--drafter", "parallelspec"] if model is None else ["--model", model]
     words += [] if drafter is None else ["--drafter-checkpoint", drafter]
     begin = time.monotonic()
-    subprocess.run([sys.executable, *entry("spec_export"), *words], check=True)
+    subprocess.run([sys.executable, "-c", IMPORT.format("spec_export"), *words], check=True)
     print(f"== built {precision}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -178,9 +150,7 @@ def main(words: list[str] | None = None) -> int:
     args = parser.parse_args(words)
     if args.drafter_checkpoint and not args.model:
         parser.error("got --drafter-checkpoint, expected --model with it")
-    every = stages(args.prompts, TINY if args.tiny else Sizes())
-    if args.model:
-        every = [stage for stage in every if not stage.name.startswith(LOOKUP)]
+    every = [*stages(args.prompts, args.bundles, args.results, args.tiny, args.model)]
     known = [stage.name for stage in every]
     if args.list:
         print("\n".join(known))
@@ -199,7 +169,7 @@ def main(words: list[str] | None = None) -> int:
     for stage in chosen:
         print(f"== {stage.name}", flush=True)
         begin = time.monotonic()
-        code = subprocess.run(command_of(stage, args.bundles, args.results, args.model)).returncode
+        code = subprocess.run(stage.words).returncode
         verdict = "" if code == 0 else f", exit code {code}"
         lines.append(f"{stage.name}: {time.monotonic() - begin:.0f} s{verdict}")
         if not 0 <= code <= stage.worst_code:

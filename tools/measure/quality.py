@@ -54,9 +54,12 @@ def answer_rows(
 def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -> float:
     """Returns the log-likelihood of ``output`` after the prompt, in nats; overwrites the target's
     KV."""
-    total = 0.0
-    for token, row_V in zip(output, answer_rows(target, prompt_ids, output), strict=True):
-        logits_V = row_V.astype(np.float64)
-        top = logits_V.max()
-        total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
-    return float(total)
+    rows = answer_rows(target, prompt_ids, output)
+    return sum(float(log_softmax(row)[token]) for token, row in zip(output, rows, strict=True))
+
+
+def log_softmax(row_V: np.ndarray) -> np.ndarray:
+    """Returns log-probabilities f64[V] of logits."""
+    logits_V = row_V.astype(np.float64)
+    logits_V -= logits_V.max()
+    return logits_V - math.log(np.exp(logits_V).sum())

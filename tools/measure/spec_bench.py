@@ -4,7 +4,7 @@
 
 Both turns are asked where a question has two; the second prompt then holds the first answer of the
 same way of decoding. Every question is decoded both ways, and whose turn comes first alternates.
-What is decoded is kept in OUT with .parts.json in place of .json: the same command goes on after
+What is decoded is kept in OUT with .rows.jsonl in place of .json: the same command goes on after
 the last whole question. --per-category keeps some questions of each subset, MT-Bench's taken from
 all of its categories.
 
@@ -18,6 +18,7 @@ near tie, which rounding can decide.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 from collections import Counter
@@ -29,14 +30,15 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.stats import ratio
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
-from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
-from tools.measure.decoding import Counts, Ledger, counted, figures
+from tools.docs.render import shown
+from tools.docs.rows import of_subsets
+from tools.figures import asked, command_line, manifest_of, parse, run, write
+from tools.measure.rivals.race import Journal
 
 WARM_UP_TOKENS = 8
-COLUMNS = (
-    *("plain_tokens_per_second", "tokens_per_second", "speedup", "speedup_end_to_end"),
-    *("speedup_of_means", "accepted_length", "identical"),
-)
+Counts = Counter[str]  # of KEPT and "identical"
+KEPT = ["prompts", "turns", "steps", "tokens", "prefill_seconds", "decode_seconds"]
+KEPT += ["plain_tokens", "plain_prefill_seconds", "plain_decode_seconds"]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -47,19 +49,15 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser = command_line(__doc__, *flags, required=("--json",), per_category=None)
     found = measure(parse(parser, words))
-    cells = [
-        [name, f"{each['prompts']}", *(f"{each[column]:.3g}" for column in COLUMNS)]
-        for name, each in {**found["categories"], "all": found["overall"]}.items()
-    ]
-    print(markdown(["subset", "questions", *COLUMNS], cells))
+    print(shown("spec_bench", of_subsets(found)))
     parted = f"{found['near_ties']} near ties, {found['wider']} wider"
     print(f"not identical: {len(found['divergences'])} ({parted})")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Decodes each question that the ledger lacks; writes and returns the figures of all.
+    """Decodes each question that the journal lacks; writes and returns the figures of all.
 
-    Raises UserError if the bundle or the questions cannot be read, and if the ledger has other
+    Raises UserError if the bundle or the questions cannot be read, and if the journal has other
     settings.
     """
     folder = args.bundle or bundles.find()
@@ -74,9 +72,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "threads": args.threads,
         "files": manifest.files,
     }
-    ledger = Ledger(args.json.with_suffix(".parts.json"), settings)
-    decode(engine, questions, args.max_new_tokens, ledger)
-    found = summarise(questions, ledger.counts(engine.drafter), ledger.notes)
+    journal = Journal(args.json.with_suffix(".rows.jsonl"), settings)
+    decode(engine, questions, args.max_new_tokens, journal)
+    found = summarise(questions, journal.rows)
     whole = {**about, "max_new_tokens": args.max_new_tokens, **found}
     return write(args.json, whole, **asked(args), prompts=questions, manifest=manifest)
 
@@ -85,47 +83,41 @@ def decode(
     engine: spec_runtime.Engine,
     questions: Sequence[BenchPrompt],
     max_new_tokens: int,
-    ledger: Ledger,
+    journal: Journal,
 ) -> None:
-    """Decodes plainly and with the engine every question that the ledger lacks, one by one."""
-    name = engine.drafter
-    left = [(n, each) for n, each in enumerate(questions) if not ledger.has(name, _key(each))]
-    if not left:
-        return
-    for each in (engine, engine.with_drafter("none")):  # pages in weights and buffers
+    """Decodes plainly and with the engine every question that the journal lacks, one by one."""
+    done = {row["question"] for row in journal.rows}
+    left = [(n, each) for n, each in enumerate(questions) if each.id not in done]
+    for each in (engine, engine.with_drafter("none")) if left else ():  # pages in weights, buffers
         each.generate("Say something.", max_new_tokens=WARM_UP_TOKENS, reuse=False)
     for number, question in left:
         # Numbers begin with 1, since the engines are warm already.
         (report,) = bench.run([engine], [question], max_new_tokens, num_before=number + 1)
-        note = {"skipped": report.skipped, "divergences": []}
-        for pair in report.pairs:
-            if pair.divergence is not None:
-                turn, parted = pair.divergence
-                note["divergences"].append(
-                    {
-                        "turn": turn,
-                        "position": parted.position,
-                        "plain_id": parted.plain_id,
-                        "id": parted.id,
-                        "gap": parted.gap,
-                        "near_tie": parted.is_near_tie,
-                    }
-                )
-        ledger.add({name: counted(report)}, _key(question), note if any(note.values()) else None)
+        divergences = [
+            {"turn": turn, "near_tie": parted.is_near_tie, **dataclasses.asdict(parted)}
+            for pair in report.pairs
+            if pair.divergence is not None
+            for turn, parted in [pair.divergence]
+        ]
+        row = {"question": question.id, "category": question.category, "skipped": report.skipped}
+        found = bench.summary(report.pairs)
+        counts = {name: found[name] for name in KEPT}
+        counts["identical"] = found["identical"] * found["prompts"]
+        journal.add({**row, "counts": counts, "divergences": divergences})
         print(f"{number + 1} of {len(questions)} questions", file=sys.stderr, flush=True)
 
 
-def summarise(
-    questions: Sequence[BenchPrompt], counts: Mapping[str, Counts], notes: Mapping[str, Any]
-) -> dict[str, Any]:
+def summarise(questions: Sequence[BenchPrompt], rows: Sequence[Mapping[str, Any]]) -> Any:
     """Returns ``overall`` and ``categories``, each as `_figures` gives, and all divergences."""
+    by_id = {row["question"]: row for row in rows}
+    found = [by_id[each.id] for each in questions]
     by_category: dict[str, list[Counts]] = {}
-    for each in questions:
-        by_category.setdefault(each.category, []).append(counts[_key(each)])
-    listed: dict[str, list[dict[str, Any]]] = {"divergences": [], "skipped": []}
-    for each in questions:
-        for kind, found in notes.get(_key(each), {}).items():
-            listed[kind] += [{"prompt": each.id, "category": each.category, **x} for x in found]
+    for row in found:
+        by_category.setdefault(row["category"], []).append(Counter(row["counts"]))
+    listed = {
+        kind: [{"category": row["category"], **each} for row in found for each in row[kind]]
+        for kind in ("divergences", "skipped")
+    }
     ties = Counter(each["near_tie"] for each in listed["divergences"])
     return {
         "overall": _figures([each for group in by_category.values() for each in group]),
@@ -137,24 +129,36 @@ def summarise(
 
 
 def _figures(counts: Sequence[Counts]) -> dict[str, Any]:
-    """Returns the figures of some questions: those of `decoding.figures`, and speed-ups with the
-    prompts' passes, over all tokens and as Spec-Bench averages them."""
+    """Returns the figures of some questions; speed-ups are those of decoding, those with the
+    prompts' passes, and those as Spec-Bench averages them. Accepted length is tokens per verify
+    step, bonus included."""
     whole: Counts = sum(counts, Counter())
-    asked = [each for each in counts if each["turns"]]
-    speed, plain = ([_whole_speed(each, prefix) for each in asked] for prefix in ("", "plain_"))
-    end_to_end = ratio(_whole_speed(whole, ""), _whole_speed(whole, "plain_"))
-    means = ratio(statistics.mean(speed), statistics.mean(plain)) if asked else 0.0
-    return {**figures(whole), "speedup_end_to_end": end_to_end, "speedup_of_means": means}
+    speed, plain = (
+        ratio(whole[f"{way}tokens"], whole[f"{way}decode_seconds"]) for way in ("", "plain_")
+    )
+    means = [
+        statistics.mean(_whole_speed(each, way) for each in counts if each["turns"])
+        for way in ("", "plain_")
+        if whole["turns"]
+    ]
+    return {
+        "prompts": whole["prompts"],
+        "turns": whole["turns"],
+        "tokens": whole["tokens"],
+        "accepted_length": ratio(whole["tokens"], whole["steps"]),
+        "tokens_per_second": speed,
+        "plain_tokens_per_second": plain,
+        "speedup": ratio(speed, plain),
+        "speedup_end_to_end": ratio(_whole_speed(whole, ""), _whole_speed(whole, "plain_")),
+        "speedup_of_means": ratio(*means) if means else 0.0,
+        "identical": ratio(whole["identical"], whole["prompts"]),
+    }
 
 
-def _whole_speed(counts: Counts, prefix: str) -> float:
+def _whole_speed(counts: Counts, way: str) -> float:
     """Returns tokens a second with the prompts' passes, which give each answer's first token."""
-    seconds = counts[f"{prefix}prefill_seconds"] + counts[f"{prefix}decode_seconds"]
-    return ratio(counts[f"{prefix}tokens"] + counts["turns"], seconds)
-
-
-def _key(question: BenchPrompt) -> str:
-    return str(question.id)
+    seconds = counts[f"{way}prefill_seconds"] + counts[f"{way}decode_seconds"]
+    return ratio(counts[f"{way}tokens"] + counts["turns"], seconds)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 from spec_runtime.loop.target import Target
 from spec_runtime.trees.tree import TokenTree
-from tools.figures import command_line, markdown, parse, run, spread, spread_text, write
+from tools.docs.render import shown
+from tools.figures import command_line, parse, run, spread, write
 
 NOTE = "random tokens; not recorded: prompts, bundle"
 PROFILED_NODES = (1, 8)
@@ -50,17 +51,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--operators", action="store_true")
     arguments = parse(parser, words)
-    figures: dict[str, Any] = {
-        "threads": arguments.threads or default_threads(),
-        "repeats": arguments.repeats,
-        "runs": arguments.runs,
-        "passes": {},
-        "operators": {},
-    }
+    figures: dict[str, Any] = {"threads": arguments.threads or default_threads()}
+    figures |= {"repeats": arguments.repeats, "runs": arguments.runs, "passes": {}, "operators": {}}
     for precision in arguments.precisions:
         folder = arguments.bundles / precision
         figures["passes"][precision] = measured(folder, arguments)
-        show(precision, figures["passes"][precision])
+        print(f"{precision}\n{shown('steps', figures['passes'][precision])}", flush=True)
         if arguments.operators:
             figures["operators"][precision] = [
                 profiled(folder, context, nodes, arguments.threads, arguments.runs)
@@ -172,21 +168,6 @@ def profiling(folder: Path) -> Iterator[list[Any]]:
         yield sessions
     finally:
         ort.InferenceSession = open_session
-
-
-def show(precision: str, rows: Sequence[dict[str, Any]]) -> None:
-    cells = [
-        [
-            f"{row['context']}",
-            f"{row['nodes']}",
-            spread_text(row["ms"]),
-            f"{row['over_one_node']:.2f}",
-            f"{row['over_first']:.2f}",
-        ]
-        for row in rows
-    ]
-    head = [f"{precision}: context", "nodes", "ms", "of one node", "of the first row"]
-    print(markdown(head, cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,24 +23,16 @@ from typing import Any
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
-from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import tune
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.pace import profile as profiles
-from tools.figures import (
-    asked,
-    command_line,
-    manifest_of,
-    markdown,
-    parse,
-    run,
-    spread,
-    spread_text,
-    write,
-)
+from tools.docs.render import shown
+from tools.docs.rows import untuned_rows
+from tools.figures import asked, command_line, manifest_of, parse, run, write
+from tools.measure import turns
 from tools.measure.compare_rivals import contexts_of
+from tools.measure.turns import PLAIN, Case
 
-PLAIN = "plain"
 COLUMNS = ("bundle's trees", "first use", "tuned")
 
 
@@ -74,10 +66,13 @@ def _rows(args: argparse.Namespace, folder: Path, drafter: str) -> Iterator[dict
         for context in contexts_of(args, plain.tokenizer):
             prompts = [*context.prompts.values()]
             for temperature in (0.0, 1.0) if context.name == "short" else (0.0,):
-                found = _race(engines, prompts, args, temperature)
+                cases = {
+                    name: Case(engine, {"temperature": temperature})
+                    for name, engine in engines.items()
+                }
+                runs = turns.run(cases, prompts, args.max_new_tokens, args.rounds)
+                found = {name: turns.figures(runs, name) for name in runs}
                 kind = f"{context.name} at temperature 1" if temperature else context.name
-                print(f"{manifest.name} {manifest.target.precision}, {drafter}, {kind}: ", end="")
-                print({name: round(each["speedup"]["median"], 3) for name, each in found.items()})
                 yield {
                     "bundle": manifest.name,
                     "precision": manifest.target.precision,
@@ -106,30 +101,6 @@ def _tune(args: argparse.Namespace, folder: Path, engine: Engine) -> None:
     profiles.write(tune.tune(engine, prompts, key, calibration).profile)
 
 
-def _race(
-    engines: dict[str, Engine],
-    prompts: Sequence[list[int]],
-    args: argparse.Namespace,
-    temperature: float,
-) -> dict[str, dict[str, Any]]:
-    """Returns each engine's speed, and how often that of plain decoding it is, over all rounds."""
-    rounds: list[dict[str, Stats]] = [
-        tune.race(engines, prompts, args.max_new_tokens, 1, temperature=temperature)
-        for _ in range(args.rounds)
-    ]
-    return {
-        name: {
-            "tokens_per_second": spread([each[name].tokens_per_second for each in rounds]),
-            "accepted_length": rounds[-1][name].accepted_length,
-            "drafted_share": rounds[-1][name].drafted_steps / max(1, rounds[-1][name].steps),
-            "speedup": spread(
-                [each[name].tokens_per_second / each[PLAIN].tokens_per_second for each in rounds]
-            ),
-        }
-        for name in engines
-    }
-
-
 @contextmanager
 def _cache() -> Iterator[None]:
     """Gives the block a cache folder of its own, so that each bundle is opened for the first
@@ -144,30 +115,6 @@ def _cache() -> Iterator[None]:
                 del os.environ["XDG_CACHE_HOME"]
             else:
                 os.environ["XDG_CACHE_HOME"] = before
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the rows as a Markdown table."""
-    head = ["bundle", "drafter", "prompts", "s", "plain tokens/s", *COLUMNS, "length", "drafted"]
-    cells = []
-    for row in rows:
-        found, first = row["engines"], row["engines"][COLUMNS[1]]
-        speedups = [
-            spread_text(found[name]["speedup"]) if name in found else "" for name in COLUMNS
-        ]
-        cells.append(
-            [
-                f"{row['bundle']} {row['precision']}",
-                row["drafter"],
-                row["prompts"],
-                f"{row['seconds']:.1f}",
-                f"{row['plain_tokens_per_second']:.1f}",
-                *speedups,
-                f"{first['accepted_length']:.2f}",
-                f"{first['drafted_share']:.0%}",
-            ]
-        )
-    return markdown(head, cells, left=3)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -188,7 +135,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures as the command line says, and prints the table."""
-    print(table(measure(parse(parser(), words))["rows"]))
+    rows = measure(parse(parser(), words))["rows"]
+    named = ((f"{row['bundle']} {row['precision']}", row) for row in rows)
+    print(shown("untuned", untuned_rows(named)))
 
 
 if __name__ == "__main__":

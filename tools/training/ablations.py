@@ -1,219 +1,197 @@
-"""Trains the variants of one drafter on the same data and budget, and prints them as one table.
+"""Trains variants of one drafter, or several recipes, on the same data and budget, as one table.
 
-    python -m tools.training.ablations num_masks --data answers.jsonl --cache FOLDER \\
-        --out runs/num_masks --steps 100 --json ablation-num-masks.json
-    python -m tools.training.ablations parallelspec_options --data answers.jsonl --cache FOLDER \\
-        --out runs/two-best --token-rows 1e7 --only "two layers" "all that pay" \\
+    python -m tools.training.ablations --recipe recipes/smollm2-135m/*.toml --data answers.jsonl \\
+        --cache FOLDER --out runs/all --token-rows 1e6 --json drafters-alike.json
+    python -m tools.training.ablations --recipe recipes/smollm2-135m/parallelspec.toml … \\
+        --steps 100 --variant "baseline: drafter.layers=1" \\
         --variant "all that pay: drafter.layers=2,drafter.mask_reads_token=true"
 
-num_masks: ParallelSpec with 1 to 6 masks. parallelspec_options: what ParallelSpec can have in
-addition to its paper's form. amphista: the drafter and the five ablations of its paper.
-semi_autoregressive: the networks h_q of its paper. --variant adds combinations.
-
-With --token-rows, and where variants differ in taps, two steps of the variant with most taps build
-the feature cache, so that it takes no variant's time. A variant that has finished under --out with
-the same settings is not trained again, and one that was stopped goes on. A variant that fails is
-reported and left out, and the exit code is 1. --json is written after each variant. To decode with
-a variant, build a bundle of it: `spec-export build --drafter-checkpoint runs/num_masks/LABEL`.
+A recipe's name is its label. A *token row* is an answer token that a training step has learnt from.
+Two steps of the run with most taps build the feature cache, which serves them all. A run that has
+finished under --out with the same settings is not trained again, and one that was stopped goes on.
+One that fails is reported and left out, and the exit code is 1. --json is written after each. To
+decode with a variant, build a bundle of it: `spec-export build --drafter-checkpoint
+runs/all/LABEL/drafter`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_export.training import recipe
+from spec_export import drafters
+from spec_export.cli.report import TerminalReport
+from spec_export.training import checkpoint, recipe
+from spec_export.training import run as train
+from spec_export.training.batches import epoch_batches
+from spec_export.training.features import FeatureCache
 from spec_export.training.validate import VALIDATION_BUDGET
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
-from tools.figures import command_line, markdown, run, write
-from tools.training.training_runs import (
-    BUDGET,
-    Place,
-    build_cache,
-    measured,
-    row_budget,
-    row_count,
-    taps_of,
-    trained,
-    with_variants,
-)
+from tools.docs.render import shown
+from tools.figures import command_line, run, write
 
-RECIPES = Path(__file__).parents[2] / "recipes" / "smollm2-135m"
-
-
-@dataclass(frozen=True)
-class Study:
-    """A recipe, the overrides of each variant by its label, and those that all variants share.
-
-    A variant's own override of a shared key counts.
-    """
-
-    recipe: Path
-    variants: Mapping[str, tuple[str, ...]]
-    shared: tuple[str, ...] = ()
-
-
-STUDIES = {
-    "amphista": Study(
-        RECIPES / "amphista.toml",
-        {
-            "full": (),
-            "without auto-embedding": ("drafter.auto_embedding=false",),
-            "without position table": ("drafter.position_table=false",),
-            "without staged adaptation": ("drafter.staged=none",),
-            "one adaptation layer": ("drafter.staged=one",),
-            "without sampled token": ("drafter.sampled_token=false",),
-        },
-    ),
-    "num_masks": Study(
-        RECIPES / "parallelspec.toml",
-        {f"num_masks = {masks}": (f"drafter.num_masks={masks}",) for masks in range(1, 7)},
-    ),
-    "parallelspec_options": Study(
-        RECIPES / "parallelspec.toml",
-        {
-            "baseline": (),
-            "token in mask rows": ("drafter.mask_reads_token=true",),
-            "two layers": ("drafter.layers=2",),
-            "five taps": ("drafter.taps=[5, 10, 15, 20, 25]",),
-            "loss tv": ("drafter.loss=tv",),
-            "loss lk": ("drafter.loss=lk",),
-            "depth weights by reach": ("drafter.depth_weights=reach",),
-            "prompts' rows": ("drafter.prompt_weight=0.5",),
-        },
-        # The shipped drafter's recipe has what paid.
-        shared=("drafter.depth_weights=decay",),
-    ),
-    "semi_autoregressive": Study(
-        RECIPES / "semi_autoregressive.toml",
-        {
-            "fixed attention": ("drafter.kind=fixed_attention",),
-            "LSTM": ("drafter.kind=lstm",),
-            "RNN": ("drafter.kind=rnn",),
-            "last embedding": ("drafter.kind=transformer", "drafter.layers=0"),
-            **{
-                f"transformer, {layers} layer{'s' * (layers > 1)}": (
-                    "drafter.kind=transformer",
-                    f"drafter.layers={layers}",
-                )
-                for layers in (1, 2, 4, 6)
-            },
-        },
-    ),
-}
+FIRST_STEPS = "first-steps"  # the run under --out that builds the feature cache
+Overrides = tuple[str, ...]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Runs the study that the command line names; returns 1 if a variant failed."""
+    """Trains what the command line names; returns 1 if a run failed."""
     parser = command_line(__doc__, "--json")
-    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--recipe", type=Path, nargs="+", required=True)
     parser.add_argument("--data", type=Path, required=True, help="chat rows, as JSONL")
     parser.add_argument("--cache", type=Path, required=True, help="the feature cache")
     parser.add_argument("--out", type=Path, required=True, help="one run a variant goes here")
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--steps", type=int, help="optimiser steps a variant")
-    budget.add_argument("--token-rows", type=row_count, help="answer tokens to learn from")
-    parser.add_argument("--set", action="append", default=[], help="overrides for all variants")
+    budget.add_argument("--steps", type=int, help="optimiser steps of a run")
+    budget.add_argument("--token-rows", type=float, help="answer tokens to learn from, as 3e6")
+    parser.add_argument("--set", action="append", default=[], help="overrides for all")
     parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: KEY=VALUE,…'")
-    parser.add_argument("--only", nargs="+", metavar="LABEL", help="these variants only")
-    parser.add_argument("--recipe", type=Path, help="another recipe of the same drafter")
     return study(parser.parse_args(words))
 
 
-def study(arguments: argparse.Namespace) -> int:
-    """Trains the variants one after the other; returns 1 if one failed."""
-    if arguments.json:
-        require_writable(arguments.json)
-    asked = STUDIES[arguments.study]
-    path = arguments.recipe or asked.recipe
-    place = Place(arguments.data, arguments.cache, arguments.out)
-    variants = chosen(asked.variants, arguments.variant, arguments.only)
-    common = [*place.overrides, *asked.shared, *arguments.set]
-    recipe.load(path, common)  # a wrong override is told before anything is trained
-    place.require_data()
-    build_cache_if_needed(path, variants, place, arguments)
-    steps, token_rows, rows_per_step = arguments.steps, None, None
-    if arguments.token_rows is not None:
-        plan = recipe.load(path, common)
-        token_rows = row_budget(arguments.token_rows, plan, place.out, place.cache)
-        steps, rows_per_step = token_rows.steps, token_rows.rows_per_step
+def study(args: argparse.Namespace) -> int:
+    """Trains one after the other; returns 1 if one failed."""
+    if args.json:
+        require_writable(args.json)
+    if not args.data.is_file():
+        raise UserError(f"got --data {args.data}, expected a file of chat rows")
+    runs = runs_of(args.recipe, args.variant)
+    common = [f"data.path={json.dumps(str(args.data.resolve()))}", *args.set]
+    for path, _ in runs.values():
+        recipe.load(path, common)  # a wrong override is told before anything is trained
+    if not (args.out / FIRST_STEPS / "drafter").exists():
+        path, how = max(runs.values(), key=lambda each: len(taps_of(each[0], [*common, *each[1]])))
+        first = [*common, *how, "train.max_steps=2", "train.warmup=0"]
+        trained(path, first, args.out / FIRST_STEPS, args.cache)
     rows: list[dict[str, Any]] = []
-    for label, overrides in variants.items():
-        folder = place.run_of(label)
+    for label, (path, overrides) in runs.items():
+        folder = args.out / re.sub(r"\W+", "-", label)
         print(f"{label}: {folder}", file=sys.stderr, flush=True)
-        row: dict[str, Any] = {"variant": label, "overrides": list(overrides)}
+        row: dict[str, Any] = {"variant": label, "recipe": path.name, "overrides": [*overrides]}
         try:
+            per_step = rows_per_step(recipe.load(path, common), args.cache)
+            steps = args.steps or max(1, round(args.token_rows / per_step))
             settings = [*common, f"train.max_steps={steps}", *overrides]
-            row |= measured(trained(path, settings, folder, place.cache), rows_per_step)
+            row |= measured(trained(path, settings, folder, args.cache))
+            row["token_rows"] = row["steps"] * per_step
         except Exception as error:
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"
         rows.append(row)
-        figures = {
-            "study": arguments.study,
-            "recipe": path.name,
-            "shared": [*asked.shared, *arguments.set],
-            "steps": steps,
-            "token_rows": token_rows and asdict(token_rows),
-            "nodes": VALIDATION_BUDGET.max_nodes,
-            "variants": rows,
-        }
-        write(arguments.json, figures, packages=("torch", "transformers"))
-    print(table(rows))
-    return int(any("error" in row for row in rows))
+        found: dict[str, Any] = {"shared": args.set, "nodes": VALIDATION_BUDGET.max_nodes}
+        found["variants"] = rows
+        if not args.variant:
+            found = {each["variant"]: each for each in rows}
+        write(args.json, found, packages=("torch", "transformers"))
+    failed = [row for row in rows if "error" in row]
+    if right := [row for row in rows if row not in failed]:
+        print(shown("ablation", right))
+    for row in failed:
+        print(f"{row['variant']} failed: {row['error']}")
+    return int(bool(failed))
 
 
-def chosen(
-    variants: Mapping[str, tuple[str, ...]], added: Sequence[str], only: Sequence[str] | None
-) -> dict[str, tuple[str, ...]]:
-    """Returns the study's variants and those added on the command line, or `only` some of them.
+def runs_of(recipes: Sequence[Path], variants: Sequence[str]) -> dict[str, tuple[Path, Overrides]]:
+    """Returns a recipe with overrides for each label.
 
-    Raises UserError where `with_variants` does, and for a label in `only` that is not there.
+    The variant "both: drafter.layers=2,drafter.taps=[1, 2]" has the label "both" and two overrides.
+    Raises UserError for a text of another form, a label that is there already, and for variants of
+    several recipes.
     """
-    every = with_variants(variants, added)
-    unknown = [label for label in only or () if label not in every]
-    if unknown:
-        raise UserError(f"got --only {unknown[0]!r}, expected some of {', '.join(every)}")
-    return {label: every[label] for label in only or every}
+    if not variants:
+        return {path.stem: (path, ()) for path in recipes}
+    if len(recipes) > 1:
+        raise UserError(f"got variants of {len(recipes)} recipes, expected those of one")
+    runs: dict[str, tuple[Path, Overrides]] = {}
+    for text in variants:
+        label, colon, overrides = (part.strip() for part in text.partition(":"))
+        how = tuple(part.strip() for part in re.split(r",(?=\s*\w+\.\w+\s*=)", overrides))
+        if not colon or not label or not all("=" in part for part in how):
+            raise UserError(f"got --variant {text!r}, expected 'LABEL: KEY=VALUE,KEY=VALUE'")
+        if label in runs:
+            raise UserError(f"got --variant {label!r} twice, expected another label")
+        runs[label] = recipes[0], how
+    return runs
 
 
-def build_cache_if_needed(
-    path: Path,
-    variants: Mapping[str, tuple[str, ...]],
-    place: Place,
-    arguments: argparse.Namespace,
-) -> None:
-    """Builds the cache by the variant with most taps, unless the first run builds it as well or
-    every variant has finished."""
-    taps = {how: taps_of(path, [*arguments.set, *how]) for how in variants.values()}
-    finished = [(place.run_of(label) / "drafter").exists() for label in variants]
-    counts_rows = arguments.token_rows is not None and not (place.out / BUDGET).is_file()
-    if counts_rows or (len(set(taps.values())) > 1 and not all(finished)):
-        most = max(taps, key=lambda how: len(taps[how]))
-        build_cache(path, [*arguments.set, *most], place)
+def rows_per_step(plan: recipe.Recipe, cache: Path) -> float:
+    """Returns the answer tokens that an average step of this recipe learns from."""
+    features, settings = FeatureCache(cache), plan.train
+    batches = epoch_batches(features.length_N, settings.batch_tokens, settings.seed, 0)
+    return int(features.loss_T.sum()) / len(batches) * settings.grad_accumulation
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns a Markdown table; guess 1 is the first token after the root."""
-    count = max((len(row.get("top1_K", ())) for row in rows), default=0)
-    head = ["variant", *(f"guess {k + 1}" for k in range(count)), "accepted length"]
-    lines = []
-    for row in rows:
-        if "error" in row:
-            lines.append([row["variant"], "failed", *[""] * (count + 2)])
-            continue
-        guesses = [f"{share:.3f}" for share in row["top1_K"]]
-        guesses += [""] * (count - len(guesses))
-        size = f"{row['parameters'] / 1e6:.2f} M"
-        length = f"{row['accepted_length']:.3f}"
-        lines.append([row["variant"], *guesses, length, size, str(row["steps"])])
-    return markdown([*head, "parameters", "steps"], lines)
+def trained(path: Path, overrides: Sequence[str], folder: Path, cache: Path) -> Path:
+    """Returns the drafter's folder; trains it unless it is there with the same settings.
+
+    A run that was stopped goes on from its last checkpoint. Raises UserError if the folder holds a
+    run with other settings. Where the data lies may differ, since runs are taken from machine to
+    machine.
+    """
+    plan = recipe.load(path, overrides)
+    drafter = folder / "drafter"
+    if drafter.exists():
+        before = checkpoint.load_drafter(drafter).provenance
+        if _without_place(before["recipe"]) != _without_place(plan.as_dict()):
+            raise UserError(f"{folder} holds a run with other settings: name another --out")
+        return drafter
+    resume = checkpoint.latest(folder / "checkpoints") is not None
+    return train.run(path, list(overrides), folder, resume, cache, report=TerminalReport())
+
+
+def _without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recipe's settings with the bare names of its data files."""
+    data = dict(settings["data"])
+    paths = data["path"]
+    data["path"] = [Path(p).name for p in ([paths] if isinstance(paths, str) else paths)]
+    return {**settings, "data": data}
+
+
+def measured(drafter: Path) -> dict[str, Any]:
+    """Returns a finished drafter's size and validation; `ece_K` are calibration errors."""
+    about = json.loads((drafter / "config.json").read_text())
+    tensors = {
+        name: signature
+        for name, signature in about["tensors"].items()
+        if name != checkpoint.DRAFT_TOKEN_IDS and not name.startswith(checkpoint.BIGRAMS)
+    }
+    found = about["provenance"]["validation"]
+    if found is None:
+        raise UserError(f"{drafter} was not validated: hold back some rows of the data")
+    row: dict[str, Any] = {
+        **found,
+        "parameters": sum(math.prod(shape) for _, *shape in tensors.values()),
+        "steps": about["provenance"]["steps"],
+        "accepted_length": found["accepted_length"],
+        "top1_K": _by_guess(found, "top1"),
+        "top5_K": _by_guess(found, "top5"),
+    }
+    if errors := _by_guess(found, "ece"):
+        row["ece_K"] = errors
+    return row
+
+
+def _by_guess(found: Mapping[str, float], name: str) -> list[float]:
+    """Returns the validation's values name_0, name_1, … in order."""
+    count = sum(key.startswith(f"{name}_") for key in found)
+    return [found[f"{name}_{k}"] for k in range(count)]
+
+
+def taps_of(path: Path, overrides: Sequence[str] = ()) -> tuple[int, ...]:
+    """Returns the target layers that the recipe's drafter reads beside the final feature."""
+    plan = recipe.load(path, overrides)
+    config = drafters.load(plan.drafter_name).Config
+    if isinstance(getattr(config, "taps", None), property):  # they follow from other fields
+        return tuple(recipe.build_config(config, plan.drafter_fields, f"{path} [drafter]").taps)
+    return tuple(plan.drafter_fields.get("taps", ()))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 
 from spec_runtime.backends.cuda.captures import free_later, no_capture
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install, program
 
 
 class Cuda:
@@ -61,7 +62,7 @@ class Cuda:
         except ImportError as error:
             raise UserError(
                 f"CUDA's Python bindings are not installed ({error}): run "
-                "pip install 'specsplit[gpu]' or pip install cuda-bindings"
+                f"{install('gpu')} or {program('pip')} install cuda-bindings"
             ) from None
         return cls(runtime)
 

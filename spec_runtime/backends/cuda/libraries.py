@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install, program
 
 RUNTIME = "libcudart.so.13"
 # By the wheel that holds each; a library follows those that it links to itself.
@@ -71,7 +72,7 @@ def require_gpu() -> None:
     for name, fault in missing.items():
         raise UserError(
             f"got no {name} ({fault}), expected CUDA 13's libraries for ONNX Runtime: run "
-            f"pip install 'specsplit[gpu]' or pip install {LIBRARIES[name]}, or add its folder to "
+            f"{install('gpu')} or {program('pip')} install {LIBRARIES[name]}, or add its folder to "
             "LD_LIBRARY_PATH"
         )
     runtime, count = ctypes.CDLL(RUNTIME), ctypes.c_int()

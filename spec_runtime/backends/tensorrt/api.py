@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from spec_runtime.bundle.manifest import FLAVOURS
 from spec_runtime.errors import UserError
+from spec_runtime.files.installed import install
 
 # flavour -> its Python module, and our extra that installs it
 PACKAGES = {
@@ -57,7 +58,7 @@ def import_tensorrt(flavours: Sequence[str] = FLAVOURS) -> TensorRT:
             reasons.append(f"{name} (version {version}, expected 11 or later)")
             continue
         return TensorRT(module, flavour, version, _logger(module))
-    extras = " or ".join(f"pip install 'specsplit[{PACKAGES[flavour][1]}]'" for flavour in flavours)
+    extras = " or ".join(install(PACKAGES[flavour][1]) for flavour in flavours)
     raise UserError(f"TensorRT is not installed: got no {', no '.join(reasons)}; run {extras}")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
-from spec_runtime.dialogue.call_reader import joined
+from spec_runtime.dialogue.reader import joined
 from spec_runtime.dialogue.stream import REPLACEMENT, TextStream
 from spec_runtime.serve.threads import SMALL
 from spec_runtime.text.tokenizer import Codec
@@ -79,9 +79,12 @@ class ShownTokens:
 
 def whole_chunk(result: GenerationResult) -> Chunk:
     """Returns a whole answer as one chunk, of whose calls none is cut."""
-    parts = result.form.reader(streams=False).push(result.text, is_end=True)
+    parts = result.form.reader(streams=False).push(
+        result.text, True, result.token_ids, result.text_ends
+    )
     return Chunk(
         text=result.text,
+        token_ids=tuple(result.token_ids),
         logprobs=None if result.logprobs is None else tuple(result.logprobs),
         text_ends=tuple(result.text_ends),
         result=result,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
-from spec_runtime.dialogue.thinking import end_of_thinking
+from spec_runtime.dialogue.reader import ResponseReader
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.answers import Answers
 from spec_runtime.serve.openai.replies import ShownCalls, ShownTokens, TokenTexts, whole_chunk
@@ -167,7 +167,8 @@ class _Places:
 
     def __init__(self, tokens: ShownTokens) -> None:
         self._tokens = tokens
-        self._answer = ""
+        self._reader: ResponseReader | None = None  # says where the text begins
+        self._length = 0  # of the answer so far
         self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
         self._begin = self._end = 0  # of the text in the answer, so far
         self._has_text = self._has_calls = False
@@ -177,22 +178,25 @@ class _Places:
         if chunk.logprobs is None:  # none are asked for
             yield from ((part, []) for part in chunk.parts)
             return
-        self._answer += chunk.text
+        self._reader = self._reader or form.reader(has_calls=False)
+        self._reader.push(chunk.text, False, chunk.token_ids, chunk.text_ends)
+        self._length += len(chunk.text)
         self._waiting.extend(self._tokens.take(chunk))
         for part in chunk.parts:
             self._has_calls = self._has_calls or part.kind == "call"
             is_text = part.kind == "text" and not self._has_calls
-            yield part, self._shown_by(len(part.text), form) if is_text else []
+            yield part, self._shown_by(len(part.text)) if is_text else []
         if chunk.result is None or self._has_calls:
             return
-        if rest := self._shown_by(len(self._answer) + 1, form):
+        if rest := self._shown_by(self._length + 1):
             yield Part("text", ""), rest  # of tokens without a text of their own
 
-    def _shown_by(self, num_characters: int, form: AnswerForm) -> Shown:
+    def _shown_by(self, num_characters: int) -> Shown:
         """Returns the tokens that begin in the next characters of the text."""
         if not self._has_text:
             self._has_text = True
-            self._begin = self._end = _begin_of_text(form, self._answer)
+            begin = self._reader.begin_of_text if self._reader else 0
+            self._begin = self._end = self._length + 1 if begin is None else begin
         self._end += num_characters
         shown = []
         while self._waiting and self._waiting[0][1] < self._end:
@@ -232,15 +236,6 @@ class _Item:
         if self.kind == "thinking":
             return {"id": self.id, "type": "reasoning", "summary": [], **said}
         return {"id": self.id, "type": "message", "role": "assistant", **said}
-
-
-def _begin_of_text(form: AnswerForm, answer: str) -> int:
-    """Returns where an answer's text begins, after the thinking and the white space around it: past
-    the end of the answer while it is still thinking."""
-    end = end_of_thinking(form.tags, answer, form.is_begun)
-    if not end:
-        return 0 if end == 0 else len(answer) + 1
-    return len(answer) - len(answer[end:].lstrip())
 
 
 def _usage(result: GenerationResult) -> Object:

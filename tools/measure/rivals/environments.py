@@ -76,13 +76,6 @@ class Environment:
 
 
 TRANSFORMERS = Environment("transformers", ((TORCH,), (TORCH, "transformers==5.23.0")))
-OPTIMUM = Environment(
-    "optimum",
-    (
-        (TORCH,),
-        (TORCH, "optimum-onnx==0.1.0", "transformers==4.57.6", "onnxruntime==1.31.1"),
-    ),
-)
 GENAI = Environment("genai", (("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0"),))
 OPENVINO = Environment("openvino", (("openvino-genai==2026.4.1.0", "nncf==3.4.0"),))
 LLAMA_CPP = Environment("llama.cpp", (("node-llama-cpp@3.22.1",),), is_node=True)

@@ -6,20 +6,14 @@ rounding of its own products. Whether it does is counted (see report.py), not as
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.measure.rivals.environments import (
-    GENAI,
-    LLAMA_CPP,
-    OPENVINO,
-    OPTIMUM,
-    TRANSFORMERS,
-    Environment,
-)
+from tools.measure.rivals.environments import GENAI, LLAMA_CPP, OPENVINO, TRANSFORMERS, Environment
 from tools.measure.rivals.models import TargetFiles
 
 PRECISIONS = ("fp32", "int8", "int4")
@@ -82,14 +76,6 @@ RIVALS = (
         {"fp32": Form(FLOAT32, TargetFiles.hugging_face)},
     ),
     Rival(
-        "optimum",
-        "optimum-onnx",
-        OPTIMUM,
-        "transformers_worker.py",
-        (PLAIN,),
-        {"fp32": Form(FLOAT32, TargetFiles.optimum)},
-    ),
-    Rival(
         "genai",
         "onnxruntime-genai",
         GENAI,
@@ -135,68 +121,49 @@ RIVALS = (
     ),
 )
 
-# Our modes: the drafter to load (None: the bundle's default), and whether lookup is merged into it.
-OUR_MODES: dict[str, tuple[str | None, bool | None]] = {
-    PLAIN: ("none", None),
-    "lookup": ("prompt_lookup", None),
-    "drafter": (None, False),
-    "drafter + lookup": (None, True),
+ALONE, LANES = "one at a time", "lanes"
+# Our modes: the drafter to load (None: the bundle's default), whether lookup is merged into it, and
+# how many calls are answered at a time (None: one by the engine itself).
+Mode = tuple[str | None, bool | None, int | None]
+OUR_MODES: dict[str, Mode] = {
+    PLAIN: ("none", None, None),
+    "lookup": ("prompt_lookup", None, None),
+    "drafter": (None, False, None),
+    "drafter + lookup": (None, True, None),
 }
 # The demo's int4 holds a Q4_1 file's values as they are; int8 has one scale a row.
 OUR_WEIGHTS = {"fp32": FLOAT32, "int8": "int8, a scale a row", "int4": "Q4_1"}
 
-# What is measured by nobody, and why: engine, what of it, reason.
-LEFT_OUT = (
-    (
-        "transformers",
-        "int8 and int4",
-        "it has no products of 8-bit or 4-bit weights for a CPU without another library",
-    ),
-    (
-        "optimum-onnx",
-        "int8 and int4",
-        "it exports float32; what quantises its graphs is ONNX Runtime, see onnxruntime-genai",
-    ),
-    (
-        "optimum-onnx",
-        "prompt lookup",
-        "its key/value cache is a tuple, which transformers' assisted decoding cannot cut back",
-    ),
-    (
-        "onnxruntime-genai",
-        "speculative decoding",
-        "it needs a draft model with the target's vocabulary, or heads for several tokens that the "
-        "checkpoint has; the target has neither",
-    ),
-    (
-        "OpenVINO GenAI",
-        "EAGLE-3, chains and trees",
-        "they need an EAGLE-3 drafter of this target, in OpenVINO's form; there is none, and the "
-        "drafters of specsplit are graphs of other kinds",
-    ),
-    (
-        "OpenVINO GenAI and llama.cpp",
-        "a draft model",
-        "there is no smaller model with the target's vocabulary, and the target is small itself",
-    ),
-    (
-        "mlx-lm",
-        "all of it",
-        "its CPU backend takes minutes for a prompt of 1,500 tokens: it is made for Apple silicon",
-    ),
-)
-
 
 @dataclass(frozen=True)
 class Options:
-    """What all contenders are given alike: `max_length` is the context that is set aside."""
+    """What all contenders are given alike: `max_length` is the context that is set aside. Answers
+    that `may_end` end with the text."""
 
     threads: int
     end_ids: tuple[int, ...]
     max_length: int
     lookup_tokens: int
     lookup_ngram: int
-    profile: bool
+    may_end: bool
+
+
+def for_many(precision: str) -> list[Rival]:
+    """Returns those of `RIVALS` that answer several at a time, in their modes for that: OpenVINO
+    with its default precisions and, at fp32, in float32, too; llama.cpp without lookup."""
+    exact = (f"{PLAIN} in f32", "lookup in f32") if precision == "fp32" else ()
+    modes = {OPENVINO.name: (PLAIN, "lookup", *exact), LLAMA_CPP.name: (PLAIN,)}
+    found = [each for each in RIVALS if each.environment.name in modes]
+    return [replace(each, modes=modes[each.environment.name]) for each in found]
+
+
+def our_modes_for_many(parallel: int) -> dict[str, Mode]:
+    """Returns our modes for many clients: one call at a time, several, and these undrafted."""
+    return {
+        ALONE: (None, None, 1),
+        LANES: (None, None, parallel),
+        f"{LANES}, {PLAIN}": ("none", None, parallel),
+    }
 
 
 def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options) -> list[Contender]:
@@ -211,7 +178,7 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
     program = str(rival.environment.program(files.work))
     model = str(form.write(files).absolute())
     settings = {
-        **common(options),
+        **dataclasses.asdict(options),
         "engine": rival.name,
         "precision": precision,
         "model": model,
@@ -231,34 +198,21 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
     ]
 
 
-def ours(bundle: Path, precision: str, options: Options, is_demo: bool = True) -> list[Contender]:
+def ours(
+    bundle: Path,
+    precision: str,
+    options: Options,
+    modes: Mapping[str, Mode],
+    profile: bool,
+    is_demo: bool = True,
+) -> list[Contender]:
     """Returns a contender for each of our modes; their workers run under this interpreter."""
     command = (sys.executable, str(WORKERS / "ours_worker.py"))
     weights = OUR_WEIGHTS[precision] if is_demo or precision != "int4" else "int4, zero points"
-    return [
-        Contender(
-            f"{OURS}, {mode}",
-            OURS,
-            mode,
-            weights,
-            command,
-            {
-                **common(options),
-                "model": str(bundle.absolute()),
-                "drafter": drafter,
-                "lookup": lookup,
-                "profile": options.profile,
-            },
-        )
-        for mode, (drafter, lookup) in OUR_MODES.items()
-    ]
-
-
-def common(options: Options) -> dict[str, Any]:
-    return {
-        "threads": options.threads,
-        "end_ids": list(options.end_ids),
-        "max_length": options.max_length,
-        "lookup_tokens": options.lookup_tokens,
-        "lookup_ngram": options.lookup_ngram,
-    }
+    common = {**dataclasses.asdict(options), "model": str(bundle.absolute()), "profile": profile}
+    found = []
+    for mode, (drafter, lookup, parallel) in modes.items():
+        own = {"drafter": drafter, "lookup": lookup, "parallel": parallel}
+        name = f"{OURS}, {mode}"
+        found.append(Contender(name, OURS, mode, weights, command, {**common, **own}))
+    return found

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spec_export.distill.engines import save_dequantized, write_gguf
 from spec_export.model import target
-from tools.measure.rivals.environments import GENAI, OPENVINO, OPTIMUM, RivalError, run
+from tools.measure.rivals.environments import GENAI, OPENVINO, RivalError, run
 
 
 class TargetFiles:
@@ -72,19 +72,6 @@ class TargetFiles:
                 command = [sys.executable, builder, "-i", self.hugging_face(), "-o", folder]
                 command += ["-p", precision, "-e", "cpu", "-c", cache]
                 run([str(part) for part in command])
-        return out
-
-    def optimum(self) -> Path:
-        """Returns the folder that optimum-onnx exports, in float32."""
-        out = self._folder / "optimum-fp32"
-        if not out.is_dir():
-            code = (
-                "import sys; from optimum.onnxruntime import ORTModelForCausalLM as M; "
-                "M.from_pretrained(sys.argv[1], export=True).save_pretrained(sys.argv[2])"
-            )
-            with self._made(out) as folder:
-                python = str(OPTIMUM.program(self.work))
-                run([python, "-c", code, str(self.hugging_face()), str(folder)])
         return out
 
     def openvino(self, precision: str) -> Path:

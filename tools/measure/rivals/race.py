@@ -1,7 +1,9 @@
-"""Lets contenders decode the same prompts in interleaved rounds, and keeps every answer in a file.
+"""Lets contenders answer the same loads in interleaved rounds, and keeps every answer in a file.
 
-All workers of a precision are open at once. One decodes while the others wait, and whose turn comes
-first rotates from prompt to prompt, so that a machine that slows down slows all of them.
+A load is some prompts and a number of clients, each of which sends its next prompt when its last
+answer is finished; one prompt of one client is a load, too. All workers of a precision are open at
+once. One answers while the others wait, and whose turn comes first rotates from load to load, so
+that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -9,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spec_runtime.errors import UserError
 from tools.measure.rivals.environments import RivalError
-from tools.measure.rivals.worker import Answer, Worker
+from tools.measure.rivals.worker import Worker
 
 Row = dict[str, Any]
-REST_SECONDS = 0.1  # before each job, until threads that spin for more work have gone to sleep
+REST_SECONDS = 0.1  # before each load, until threads that spin for more work have gone to sleep
 WARM_UP_TOKENS = 8
-KEYS = ("precision", "context", "round", "prompt", "contender")  # of a job, in its row
+KEYS = ("precision", "context", "clients", "round", "prompts", "contender")  # of a load, in its row
 
 
 @dataclass(frozen=True)
@@ -66,94 +68,134 @@ class Journal:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Prompts of a context that so many clients ask, in one round."""
+
+    context: Context
+    clients: int
+    round: int
+    prompts: tuple[str, ...]
+
+
+def one_by_one(contexts: Sequence[Context], rounds: int) -> list[Load]:
+    """Returns a load for each prompt in each round."""
+    return [
+        Load(context, 1, number, (prompt,))
+        for context in contexts
+        for number in range(rounds)
+        for prompt in context.prompts
+    ]
+
+
+def by_many(
+    contexts: Sequence[Context],
+    clients: Mapping[str, Sequence[int]],
+    answers: Mapping[str, int],
+    least: int,
+    rounds: int,
+) -> Iterator[Load]:
+    """Yields a load for each number of clients in each round: as many prompts as clients times the
+    context's `answers`, and at least `least`; a context with fewer prompts begins again."""
+    for number in range(rounds):
+        for context in contexts:
+            names = list(context.prompts)
+            for count in clients[context.name]:
+                asked = range(max(least, count * answers[context.name]))
+                yield Load(context, count, number, tuple(names[i % len(names)] for i in asked))
+
+
+@dataclass(frozen=True)
 class Race:
-    """What everyone decodes at one precision, and how often."""
+    """What everyone answers at one precision. Without `may_end`, answers go on past the end of a
+    text, to `max_new_tokens`."""
 
     precision: str
-    contexts: Sequence[Context]
-    rounds: int
+    loads: Sequence[Load]
     max_new_tokens: int
+    may_end: bool
 
-    def jobs(self) -> list[tuple[Context, int, str]]:
-        """Returns context, round and prompt of every job, in the order in which they are run."""
-        return [
-            (context, number, prompt)
-            for context in self.contexts
-            for number in range(self.rounds)
-            for prompt in context.prompts
-        ]
+    def rows(self, journal: Journal, names: Iterable[str]) -> list[Row]:
+        """Returns the journal's rows of these loads and contenders."""
+        wanted = {self._key(load, name) for load in self.loads for name in names}
+        return [row for row in journal.rows if _key_of(row) in wanted]
 
+    def is_over(self, names: Sequence[str], journal: Journal) -> bool:
+        """Says whether the journal has a row of every load of all these contenders."""
+        return len(self.rows(journal, names)) == len(self.loads) * len(names)
 
-def is_over(race: Race, names: Iterable[str], journal: Journal) -> bool:
-    """Says whether the journal has a row of every job of all these contenders."""
-    done = {_key(row) for row in journal.rows}
-    return all(
-        (race.precision, context.name, number, prompt, name) in done
-        for context, number, prompt in race.jobs()
-        for name in names
-    )
+    def run(
+        self,
+        workers: Mapping[str, Worker],
+        journal: Journal,
+        announce: Callable[[str], None] = print,
+    ) -> dict[str, str]:
+        """Runs all loads that the journal has no row of; returns the reason of each that failed.
 
+        A contender that fails is closed and takes no further part. A row holds the answers and the
+        process's peak memory so far.
+        """
+        done = {_key_of(row) for row in journal.rows}
+        running = dict(workers)
+        failed: dict[str, str] = {}
+        warm: set[tuple[str, str, int]] = set()
+        for turn, load in enumerate(self.loads):
+            names = [*running]
+            first = turn % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                key = self._key(load, name)
+                if key in done:
+                    continue
+                try:
+                    # weights, caches and what is compiled late
+                    if (about := (name, load.context.name, load.clients)) not in warm:
+                        few = load.clients if load.context is self.loads[0].context else 1
+                        running[name].ask(self._job(load, few, WARM_UP_TOKENS))
+                        warm.add(about)
+                    time.sleep(REST_SECONDS)
+                    num_prompts = len(load.prompts)
+                    job = self._job(load, num_prompts, self.max_new_tokens)
+                    reply = running[name].ask(job)
+                    row = checked(reply, num_prompts, self.max_new_tokens, self.may_end)
+                except RivalError as error:
+                    failed[name] = str(error)
+                    announce(f"{name} is left out: {error}")
+                    running.pop(name).close()
+                    continue
+                row["version"], row["peak_rss"] = running[name].version, running[name].peak_rss()
+                row["prompt_tokens"] = sum(len(load.context.prompts[each]) for each in load.prompts)
+                journal.add({**dict(zip(KEYS, key, strict=True)), **row})
+            what = f"{load.context.name} prompts, {load.clients} clients, round {load.round + 1}"
+            announce(f"{self.precision}, {what}: {' '.join(load.prompts[:4])}")
+        return failed
 
-def run(
-    race: Race,
-    workers: Mapping[str, Worker],
-    journal: Journal,
-    announce: Callable[[str], None] = print,
-) -> dict[str, str]:
-    """Runs all jobs that the journal has no row of; returns the reason of each that failed.
+    def _job(self, load: Load, count: int, max_new_tokens: int) -> dict[str, Any]:
+        ids = [list(load.context.prompts[prompt]) for prompt in load.prompts[:count]]
+        return {"prompts": ids, "clients": load.clients, "max_new_tokens": max_new_tokens}
 
-    A contender that fails is closed and takes no further part. A row holds the figures of `Answer`,
-    its tokens, the process's memory so far, and the CPU time that the waiting workers used.
-    """
-    done = {_key(row) for row in journal.rows}
-    running = dict(workers)
-    failed: dict[str, str] = {}
-    warm: set[tuple[str, str]] = set()
-    for turn, (context, number, prompt) in enumerate(race.jobs()):
-        names = [*running]
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            key = (race.precision, context.name, number, prompt, name)
-            if key in done:
-                continue
-            row = dict(zip(KEYS, key, strict=True))
-            ids = context.prompts[prompt]
-            try:
-                if (name, context.name) not in warm:  # weights, caches and compiled shapes
-                    running[name].generate(ids, WARM_UP_TOKENS)
-                    warm.add((name, context.name))
-                time.sleep(REST_SECONDS)
-                others = [worker for other, worker in running.items() if other != name]
-                before = _cpu_seconds(others)
-                answer = running[name].generate(ids, race.max_new_tokens)
-                idle = _cpu_seconds(others) - before
-            except RivalError as error:
-                failed[name] = str(error)
-                announce(f"{name} is left out: {error}")
-                running.pop(name).close()
-                continue
-            about = {
-                "version": running[name].version,
-                "prompt_tokens": len(ids),
-                "others_cpu_seconds": max(0.0, round(idle, 3)),
-            }
-            journal.add({**row, **_figures(answer), **about, **running[name].memory()})
-        announce(f"{race.precision}, {context.name} prompts, round {number + 1}: prompt {prompt}")
-    return failed
+    def _key(self, load: Load, name: str) -> tuple[Any, ...]:
+        about = (load.context.name, load.clients, load.round, load.prompts)
+        return (self.precision, *about, name)
 
 
-def _cpu_seconds(workers: Iterable[Worker]) -> float:
-    return sum(worker.cpu_seconds() for worker in workers)
+def _key_of(row: Row) -> tuple[Any, ...]:
+    return tuple(tuple(row[key]) if key == "prompts" else row[key] for key in KEYS)
 
 
-def _figures(answer: Answer) -> Row:
-    return {
-        "tokens": answer.tokens,
-        "first": answer.first,
-        "prefill_seconds": round(answer.prefill_seconds, 6),
-        "seconds": round(answer.seconds, 6),
-    }
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in KEYS)
+def checked(reply: Mapping[str, Any], num_answers: int, most: int, may_end: bool = False) -> Row:
+    """Returns a load's seconds and answers; raises RivalError for what no load can have taken."""
+    try:
+        seconds, answers = float(reply["seconds"]), list(reply["answers"])
+        counts = [sum(count for _, count in each["parts"]) for each in answers]
+        lengths = [len(each["tokens"]) for each in answers]
+        times = [time for each in answers for time in (each["sent"], *dict(each["parts"]))]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RivalError(f"got a reply with {', '.join(reply)}: {error!r}") from None
+    is_right = all(0 < each <= most if may_end else each == most for each in lengths)
+    if not is_right or counts != lengths or len(answers) != num_answers:
+        raise RivalError(
+            f"got answers of {lengths} tokens, in parts of {counts}, expected {num_answers} of "
+            f"{'at most ' if may_end else ''}{most}"
+        )
+    if not 0 <= min(times) <= max(times) <= seconds:
+        raise RivalError(f"got times up to {max(times)} s in a load of {seconds} s")
+    return {"seconds": seconds, "answers": answers}

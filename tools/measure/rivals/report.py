@@ -6,17 +6,17 @@ Everything here is computed from the journal's rows, so that fixed rows give fix
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spec_runtime.loop.stats import ratio
 from spec_runtime.measure.audit import first_difference
-from tools.figures import markdown, spread, spread_text
-from tools.measure.rivals.field import PLAIN, Contender
+from tools.figures import spread
+from tools.measure.rivals.field import ALONE, LANES, OURS, PLAIN, Contender
 from tools.measure.rivals.race import Row
 
 Figures = dict[str, Any]
-Texts = Mapping[str, list[int]]  # a contender's tokens by prompt
+Texts = Mapping[str, list[int]]  # tokens by prompt
 
 # What is set against the best rival: the key of the figures, and the mode (None: the fastest).
 KINDS = (
@@ -24,118 +24,127 @@ KINDS = (
     ("plain", "tokens_per_second", PLAIN),
     ("prefill", "prefill_ms", PLAIN),
 )
-HEAD = (
-    *("contender", "prompts", "tokens/s", "prefill ms", "peak MB", "PSS MB"),
-    *("same text as its plain", "as same weights", "fp32's choice"),
-)
+BEFORE = f"{OURS}, {ALONE}"
+
+
+def speed(rows: Sequence[Row], with_first: bool = True) -> float:
+    """Returns the tokens a second of all answers, or of decoding only: without the prompts' passes
+    and the tokens that these give."""
+    tokens = sum(len(answer["tokens"]) for row in rows for answer in row["answers"])
+    seconds = sum(row["seconds"] for row in rows)
+    if with_first:
+        return ratio(tokens, seconds)
+    answers = [answer for row in rows for answer in row["answers"]]
+    first = sum(answer["parts"][0][1] for answer in answers)
+    return ratio(tokens - first, seconds - sum(map(prefill_seconds, answers)))
+
+
+def prefill_seconds(answer: Mapping[str, Any]) -> float:
+    """Returns the time from when a prompt was sent to the first part of its answer."""
+    return float(answer["parts"][0][0] - answer["sent"])
+
+
+def texts(rows: Iterable[Row], name: str) -> dict[str, list[int]]:
+    """Returns the tokens of a contender's last round by prompt."""
+    return {
+        prompt: answer["tokens"]
+        for row in rows
+        if row["contender"] == name
+        for prompt, answer in zip(row["prompts"], row["answers"], strict=True)
+    }
+
+
+def compare(expected: Texts, rows: Iterable[Row]) -> Figures:
+    """Returns how many answers of rows are those expected of their prompts, and where the others
+    part. An id of None is the end of that text; prompts that nothing is expected of do not count.
+    """
+    differences, compared = [], 0
+    for row in rows:
+        for prompt, answer in zip(row["prompts"], row["answers"], strict=True):
+            if prompt not in expected:
+                continue
+            compared += 1
+            both = expected[prompt], answer["tokens"]
+            at = first_difference(*both)
+            if at is not None:
+                pair = [ids[at] if at < len(ids) else None for ids in both]
+                differences.append(
+                    {"prompt": prompt, "position": at, "expected": pair[0], "got": pair[1]}
+                )
+    identical = compared - len(differences)
+    return {"prompts": compared, "identical": identical, "differences": differences}
+
+
+def _by(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
+    """Returns rows by the values of these keys, in the order met; by the value of one alone."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        key = tuple(row[key] for key in keys)
+        found.setdefault(key if len(keys) > 1 else key[0], []).append(row)
+    return found
+
+
+# ---- one prompt after the other ----
 
 
 def summarise(
     rows: Sequence[Row],
     contenders: Sequence[Contender],
     choices: Mapping[str, Mapping[str, float]] | None = None,
-) -> dict[str, Figures]:
+) -> dict[str, dict[str, Figures]]:
     """Returns, by context and contender, what one precision's rows come to.
 
-    Of a contender, speeds are by round, over all prompts of the context: a median with the least
-    and the greatest. `prefill_ms` is the mean over prompts, its spread that over rounds too.
-    `fp32_choices` is what fidelity.py says, if it was asked: where the share is small, the weights
-    are another model's.
+    Of a contender, speeds are of decoding and by round, over all prompts of the context: a median
+    with the least and the greatest. `prefill_ms` is the mean over prompts, its spread that over
+    rounds too. `fp32_choices` is what fidelity.py says, if it was asked: where the share is small,
+    the weights are another model's.
     """
-    found: dict[str, Figures] = {}
-    by_name = {each.name: each for each in contenders}
-    for context in dict.fromkeys(row["context"] for row in rows):
-        here = [row for row in rows if row["context"] == context]
-        all_texts = {name: texts(here, name) for name in by_name}
-        found[context] = {
-            name: _contender(contender, [row for row in here if row["contender"] == name])
-            | _agreement(contender, contenders, all_texts)
-            | {"fp32_choices": (choices or {}).get(context, {}).get(name)}
-            for name, contender in by_name.items()
-            if all_texts[name]
-        }
+    found: dict[str, dict[str, Figures]] = {}
+    for context, here in _by(sorted(rows, key=lambda row: row["round"]), "context").items():
+        own = _by(here, "contender")
+        present = [each for each in contenders if each.name in own]
+        found[context] = {}
+        for each in present:
+            last = _by(own[each.name], "round")[max(row["round"] for row in own[each.name])]
+            figures = _contender(each, own[each.name])
+            plain = [o for o in present if (o.engine, o.mode) == (each.engine, PLAIN)]
+            alike = [other for other in present if other.weights == each.weights]
+            for key, references in (("same_engine", plain), ("same_weights", alike)):
+                if references and references[0] != each:
+                    name = references[0].name
+                    figures[key] = {"reference": name, **compare(texts(here, name), last)}
+                else:
+                    figures[key] = None
+            figures["fp32_choices"] = (choices or {}).get(context, {}).get(each.name)
+            found[context][each.name] = figures
     return found
 
 
 def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
-    rounds: dict[int, list[Row]] = {}
-    for row in rows:
-        rounds.setdefault(row["round"], []).append(row)
-    speeds, prefill = [], []
-    for _, each in sorted(rounds.items()):
-        tokens = sum(len(row["tokens"]) - row["first"] for row in each)
-        seconds = sum(row["seconds"] - row["prefill_seconds"] for row in each)
-        speeds.append(ratio(tokens, seconds))
-        prefill.append(1000 * statistics.mean(row["prefill_seconds"] for row in each))
+    rounds = [*_by(rows, "round").values()]
+    first: dict[str, list[int]] = {}
+    prefill = [
+        1000 * statistics.mean(prefill_seconds(row["answers"][0]) for row in each)
+        for each in rounds
+    ]
+    speeds = [speed(each, with_first=False) for each in rounds]
     return {
         "engine": contender.engine,
         "mode": contender.mode,
         "weights": contender.weights,
         "ours": contender.is_ours,
         "rounds": len(rounds),
-        "tokens": sum(len(row["tokens"]) for row in rows) / len(rounds),
-        "tokens_per_second": _spread(speeds),
-        "prefill_ms": _spread(prefill),
+        "tokens": sum(len(row["answers"][0]["tokens"]) for row in rows) / len(rounds),
+        "tokens_per_second": {**spread(speeds), "by_round": speeds},
+        "prefill_ms": {**spread(prefill), "by_round": prefill},
         "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in rows),
-        "peak_rss": max((row.get("peak_rss", 0) for row in rows), default=0),
-        "pss": max((row.get("pss", 0) for row in rows), default=0),
-        "others_cpu_share": max(row["others_cpu_seconds"] / row["seconds"] for row in rows),
-        "repeats_itself": _repeats(rows),
-    }
-
-
-def _spread(values: Sequence[float]) -> Figures:
-    return {**spread(values), "by_round": list(values)}
-
-
-def _repeats(rows: Sequence[Row]) -> bool:
-    """Says whether every round wrote the same texts."""
-    first: dict[str, list[int]] = {}
-    return all(first.setdefault(row["prompt"], row["tokens"]) == row["tokens"] for row in rows)
-
-
-def texts(rows: Sequence[Row], name: str) -> dict[str, list[int]]:
-    """Returns the tokens of a contender's last round by prompt."""
-    return {row["prompt"]: row["tokens"] for row in rows if row["contender"] == name}
-
-
-def _agreement(
-    contender: Contender,
-    contenders: Sequence[Contender],
-    written: Mapping[str, Texts],
-) -> Figures:
-    """Compares texts with the same engine's plain ones, and with the first on the same weights."""
-    present = [each for each in contenders if written[each.name]]
-    alike = [each for each in present if each.weights == contender.weights]
-    own = [each for each in present if each.engine == contender.engine and each.mode == PLAIN]
-    found = {}
-    for key, references in (("same_engine", own), ("same_weights", alike)):
-        reference = references[0] if references and references[0] != contender else None
-        found[key] = reference and {
-            "reference": reference.name,
-            **compare(written[reference.name], written[contender.name]),
-        }
-    return found
-
-
-def compare(expected: Texts, got: Texts) -> Figures:
-    """Returns how many prompts' texts are identical, and where the others part.
-
-    An id of None is the end of that text.
-    """
-    differences = []
-    both = sorted(expected.keys() & got.keys())
-    for prompt in both:
-        at = first_difference(expected[prompt], got[prompt])
-        if at is not None:
-            pair = [ids[at] if at < len(ids) else None for ids in (expected[prompt], got[prompt])]
-            differences.append(
-                {"prompt": prompt, "position": at, "expected": pair[0], "got": pair[1]}
-            )
-    return {
-        "prompts": len(both),
-        "identical": len(both) - len(differences),
-        "differences": differences,
+        "peak_rss": max(row["peak_rss"] for row in rows),
+        # whether every round wrote the same texts
+        "repeats_itself": all(
+            first.setdefault(row["prompts"][0], tokens) == tokens
+            for row in rows
+            for tokens in [row["answers"][0]["tokens"]]
+        ),
     }
 
 
@@ -157,21 +166,12 @@ def aims(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> list[
             above, below = contenders[ours][key], contenders[rival][key]
             if key == "prefill_ms":  # a time
                 above, below = below, above
-            ratios = [
-                ratio(a, b) for a, b in zip(above["by_round"], below["by_round"], strict=True)
-            ]
-            rows.append(
-                {
-                    "precision": precision,
-                    "context": context,
-                    "kind": kind,
-                    "ours": ours,
-                    "rival": rival,
-                    "ratio": ratio(above["median"], below["median"]),
-                    "least": min(ratios),
-                    "greatest": max(ratios),
-                }
-            )
+            pairs = zip(above["by_round"], below["by_round"], strict=True)
+            ratios = [ratio(a, b) for a, b in pairs]
+            about = {"precision": precision, "context": context, "kind": kind}
+            least, greatest = min(ratios), max(ratios)
+            found = {"ratio": ratio(above["median"], below["median"]), "least": least}
+            rows.append({**about, "ours": ours, "rival": rival, **found, "greatest": greatest})
     return rows
 
 
@@ -181,28 +181,6 @@ def _best(contenders: Mapping[str, Figures], key: str) -> str | None:
     return min(contenders, key=lambda name: sign * contenders[name][key]["median"], default=None)
 
 
-def table(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> str:
-    """Returns a Markdown table of one precision, for the terminal."""
-    rows = [
-        [
-            name,
-            context,
-            spread_text(each["tokens_per_second"], ".1f"),
-            f"{each['prefill_ms']['median']:.0f}",
-            f"{each['peak_rss'] / 1e6:.0f}",
-            f"{each['pss'] / 1e6:.0f}",
-            *(
-                "" if found is None else f"{found['identical']} of {found['prompts']}"
-                for found in (each["same_engine"], each["same_weights"])
-            ),
-            "" if each["fp32_choices"] is None else f"{each['fp32_choices']:.1%}",
-        ]
-        for context, contenders in contexts.items()
-        for name, each in contenders.items()
-    ]
-    return f"### {precision}\n\n{markdown(HEAD, rows, left=2)}"
-
-
 def aim_lines(rows: Sequence[Figures]) -> list[str]:
     """Returns one line for each row of `aims`."""
     return [
@@ -210,3 +188,97 @@ def aim_lines(rows: Sequence[Figures]) -> list[str]:
         f"({row['least']:.2f} to {row['greatest']:.2f}), {row['ours']} over {row['rival']}"
         for row in rows
     ]
+
+
+# ---- many clients ----
+
+
+def summarise_many(rows: Sequence[Row], contenders: Sequence[Contender]) -> list[Figures]:
+    """Returns a row of figures for each context, contender and number of clients.
+
+    Tokens a second are of whole answers and by round. Times to the first token and gaps, those
+    between parts of one answer, of one token or several, are over all answers of all rounds, in
+    milliseconds. `as_alone` compares answers with ours of one at a time.
+    """
+    names = {each.name: place for place, each in enumerate(contenders)}
+    found = []
+    for context, here in _by(rows, "context").items():
+        here = sorted(here, key=lambda row: (names[row["contender"]], row["clients"], row["round"]))
+        cells = _by(here, "contender", "clients")
+        alone = texts(here, BEFORE)
+        for (name, clients), own in cells.items():
+            before = cells.get((BEFORE, clients), [])
+            gains = [ratio(speed([a]), speed([b])) for a, b in zip(own, before, strict=False)]
+            answers = [answer for row in own for answer in row["answers"]]
+            firsts = [prefill_seconds(answer) for answer in answers]
+            gaps = [
+                after - earlier
+                for answer in answers
+                for (earlier, _), (after, _) in zip(
+                    answer["parts"], answer["parts"][1:], strict=False
+                )
+            ]
+            found.append(
+                {
+                    "context": context,
+                    "contender": name,
+                    "weights": contenders[names[name]].weights,
+                    "ours": name.startswith(OURS),
+                    "clients": clients,
+                    "answers": len(answers),
+                    "tokens_per_second": spread([speed([row]) for row in own]),
+                    "first_ms": {"median": quantile(firsts, 50), "p95": quantile(firsts, 95)},
+                    "gap_ms": gap_figures(gaps),
+                    "gain": spread(gains) if gains else None,
+                    "as_alone": compare(alone, own),
+                    "peak_rss": max(row["peak_rss"] for row in own),
+                }
+            )
+    return found
+
+
+def gap_figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the median, the 99th percentile and the longest of gaps, in milliseconds."""
+    percents = {"median": 50, "p99": 99, "longest": 100}
+    return {name: quantile(seconds, percent) for name, percent in percents.items()}
+
+
+def quantile(seconds: Sequence[float], percent: int) -> float:
+    """Returns a percentile in milliseconds; 0 of none."""
+    if not seconds:
+        return 0.0
+    if percent == 100 or len(seconds) == 1:
+        return 1000 * max(seconds)
+    return 1000 * statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
+
+
+def best_of_many(rows: Sequence[Figures]) -> list[Figures]:
+    """Returns, by context and clients, our lanes over the rivals' fastest and over no drafting."""
+    found = []
+    for (context, clients), here in _by(rows, "context", "clients").items():
+        speeds = {row["contender"]: row["tokens_per_second"]["median"] for row in here}
+        if (lanes := speeds.get(f"{OURS}, {LANES}")) is None:
+            continue
+        others = {name: each for name, each in speeds.items() if not name.startswith(OURS)}
+        rival = max(others, key=others.__getitem__, default=None)
+        plain = speeds.get(f"{OURS}, {LANES}, {PLAIN}")
+        found.append(
+            {
+                "context": context,
+                "clients": clients,
+                "rival": rival,
+                "over_rival": None if rival is None else ratio(lanes, others[rival]),
+                "over_plain": None if plain is None else ratio(lanes, plain),
+            }
+        )
+    return found
+
+
+def line_of_many(row: Figures) -> str:
+    """Returns a line for a row of `best_of_many`."""
+    ratios = [
+        f"{row[key]:.2f} over {name}"
+        for key, name in (("over_rival", row["rival"]), ("over_plain", "no drafting"))
+        if row[key] is not None
+    ]
+    return f"{row['context']}, {row['clients']} clients: lanes {', '.join(ratios)}"

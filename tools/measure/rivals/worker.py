@@ -12,7 +12,6 @@ import selectors
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,10 @@ OPEN_SECONDS = 600  # to load a model, which some engines compile first
 JOB_SECONDS = 900
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a worker decoded: new tokens, of which `first` came with the prompt's own pass.
-
-    `seconds` are those of the whole job; `prefill_seconds` those until the first tokens were there.
-    """
-
-    tokens: list[int]
-    first: int
-    prefill_seconds: float
-    seconds: float
-
-    def __post_init__(self) -> None:
-        """Raises RivalError for what no job can have taken."""
-        if not self.tokens or not 0 < self.first <= len(self.tokens):
-            raise RivalError(f"got {self.first} first of {len(self.tokens)} tokens, expected some")
-        if not 0 < self.prefill_seconds <= self.seconds:
-            raise RivalError(
-                f"got prefill of {self.prefill_seconds} s in a job of {self.seconds} s, expected "
-                "the prefill to be a part of it"
-            )
-
-    @property
-    def decoded(self) -> int:
-        """Returns how many tokens decoding gave, without those of the prompt's own pass."""
-        return len(self.tokens) - self.first
-
-    @property
-    def decode_seconds(self) -> float:
-        return self.seconds - self.prefill_seconds
-
-
 class Worker:
     """Starts a worker and waits until it has opened its model; `version` is its engine's.
 
-    Raises RivalError, here, in `generate` and in `ask`, if the worker ends, stays silent or says
+    Raises RivalError, here and in `ask`, if the worker ends, stays silent or says
     something else than the protocol. Its standard error goes to the file `log`.
     """
 
@@ -87,19 +54,6 @@ class Worker:
             self.close()
             raise
 
-    def generate(self, ids: Sequence[int], max_new_tokens: int) -> Answer:
-        """Returns what the worker decodes after `ids`, greedily."""
-        reply = self.ask({"ids": list(ids), "max_new_tokens": max_new_tokens})
-        try:
-            return Answer(
-                [int(token) for token in reply["tokens"]],
-                int(reply["first"]),
-                float(reply["prefill_seconds"]),
-                float(reply["seconds"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise RivalError(f"got a reply with {', '.join(reply)}: {error!r}") from None
-
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the worker's reply to a job."""
         assert self._process.stdin is not None
@@ -110,30 +64,13 @@ class Worker:
             raise RivalError(f"the worker ended: {self._last_words()}") from None
         return self._reply(JOB_SECONDS)
 
-    def memory(self) -> dict[str, int]:
-        """Returns the process's peak resident and present proportional size, in bytes.
-
-        Returns nothing where the system does not say (it is Linux that does).
-        """
-        sizes = {}
-        for file, line, name in (("status", "VmHWM", "peak_rss"), ("smaps_rollup", "Pss", "pss")):
-            try:
-                text = Path(f"/proc/{self._process.pid}/{file}").read_text()
-            except OSError:
-                continue
-            for each in text.splitlines():
-                if each.startswith(f"{line}:"):
-                    sizes[name] = int(each.split()[1]) * 1024
-        return sizes
-
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time that the process has used; 0 where the system does not say."""
+    def peak_rss(self) -> int:
+        """Returns the process's peak resident size in bytes; 0 where the system does not say."""
         try:
-            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+            lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         except OSError:
-            return 0.0
-        fields = text.rpartition(")")[2].split()  # the name before may hold blanks
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            return 0
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
     def close(self) -> None:
         """Ends the worker: it stops at the end of its input, and is killed if it does not."""

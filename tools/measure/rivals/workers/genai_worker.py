@@ -11,21 +11,21 @@ def open_engine(settings):
     config.overlay(protocol.json.dumps({"model": {"decoder": {"session_options": threads}}}))
     model = og.Model(config)
 
-    def generate(ids, max_new_tokens):
-        watch = protocol.Watch()
-        params = og.GeneratorParams(model)
-        length = len(ids) + max_new_tokens
-        params.set_search_options(do_sample=False, max_length=length, batch_size=1)
-        generator = og.Generator(model, params)
-        generator.append_tokens(ids)
-        tokens = []
-        while not generator.is_done():
-            generator.generate_next_token()
-            tokens.append(int(generator.get_next_tokens()[0]))
-            watch.tick(1)
-        return watch.reply(tokens)
+    def answer(prompts, clients, max_new_tokens):
+        load = protocol.Load(prompts)
+        while found := load.take():
+            one, ids = found
+            params = og.GeneratorParams(model)
+            length = len(ids) + max_new_tokens
+            params.set_search_options(do_sample=False, max_length=length, batch_size=1)
+            generator = og.Generator(model, params)
+            generator.append_tokens(ids)
+            while not generator.is_done():
+                generator.generate_next_token()
+                load.add(one, [int(generator.get_next_tokens()[0])])
+        return load.reply()
 
-    return og.__version__, generate
+    return og.__version__, answer
 
 
 if __name__ == "__main__":

@@ -45,29 +45,6 @@ async function openEngine() {
         sequences = Array.from({length: count}, () => context.getSequence(options));
     }
 
-    async function generate({ids, max_new_tokens: maxNewTokens}) {
-        await reserve(1);
-        const [sequence] = sequences;
-        await sequence.clearHistory();
-        sequence.tokenPredictor?.updateInputTokens?.(ids);
-        const begin = performance.now();
-        let prefill = 0;
-        const tokens = [];
-        for await (const token of sequence.evaluate(ids, {temperature: 0, yieldEogToken: true})) {
-            tokens.push(token);
-            if (tokens.length === 1)
-                prefill = performance.now() - begin;
-            if (tokens.length >= maxNewTokens || settings.end_ids.includes(token))
-                break;
-        }
-        return {
-            tokens,
-            first: Math.min(1, tokens.length),
-            prefill_seconds: prefill / 1000,
-            seconds: (performance.now() - begin) / 1000
-        };
-    }
-
     async function answerAll({prompts, clients, max_new_tokens: maxNewTokens}) {
         await reserve(clients);
         const begin = performance.now();
@@ -80,10 +57,12 @@ async function openEngine() {
                 const answer = {sent: now(), parts: [], tokens: []};
                 answers.push(answer);
                 await sequence.clearHistory();
+                sequence.tokenPredictor?.updateInputTokens?.(ids);
                 const asked = {temperature: 0, yieldEogToken: true};
                 for await (const token of sequence.evaluate(ids, asked)) {
                     answer.parts.push([now(), 1]);
-                    if (answer.tokens.push(token) >= maxNewTokens)
+                    const isEnd = settings.may_end && settings.end_ids.includes(token);
+                    if (answer.tokens.push(token) >= maxNewTokens || isEnd)
                         break;
                 }
             }
@@ -97,7 +76,7 @@ async function openEngine() {
     const {release} = llama.llamaCppRelease;
     return {
         version: `node-llama-cpp ${settings.version}, llama.cpp ${release}`,
-        answer: (job) => "prompts" in job ? answerAll(job) : generate(job)
+        answer: answerAll
     };
 }
 

@@ -1,26 +1,18 @@
 """Answers jobs on standard input, in JSON Lines: what every worker in Python shares.
 
 A worker is started with its settings as one JSON object. It opens its model, prints
-{"version": …} and then answers each line
-
-    {"ids": [1, 2, 3], "max_new_tokens": 64}
-
-with one line, whose seconds begin with the prompt's ids and end with the last new token:
-
-    {"tokens": [7, 8, …], "first": 1, "prefill_seconds": 0.1, "seconds": 0.9}
-
-`first` tokens came with the prompt's own pass, which took `prefill_seconds` of all `seconds`:
-speculative decoders may accept several at once. A failure is a line {"error": …}.
-
-Workers for many clients answer whole loads, in which each of `clients` takes the next prompt when
-its last answer is finished, and every answer has `max_new_tokens`, past the end of a text:
+{"version": …} and then answers each line, a load in which each of `clients` takes the next prompt
+when its last answer is finished,
 
     {"prompts": [[1, 2, 3], …], "clients": 4, "max_new_tokens": 64}
 
-with the answers in the order of the prompts, in seconds since the load began; `parts` are when new
-tokens came, and how many at once:
+with one line: the answers in the order of the prompts, in seconds since the load began. `parts` are
+when new tokens came, and how many at once: the first come with the prompt's own pass.
 
     {"seconds": 3.2, "answers": [{"sent": 0.0, "parts": [[0.1, 1], …], "tokens": [7, 8, …]}, …]}
+
+With the setting `may_end` an answer ends with the text, else it has `max_new_tokens`. A failure is
+a line {"error": …}.
 
 This file runs in the environments of others: it imports nothing but Python's own modules.
 """
@@ -30,30 +22,6 @@ import os
 import sys
 import time
 import traceback
-
-
-class Watch:
-    """Times one job: call `tick` with the number of new tokens whenever there are some."""
-
-    def __init__(self):
-        self.begin = time.perf_counter()
-        self.first = None
-        self.prefill_seconds = 0.0
-
-    def tick(self, num_tokens):
-        """Takes the time of the first call, which must have all tokens that came at once."""
-        if self.first is None:
-            self.prefill_seconds = time.perf_counter() - self.begin
-            self.first = num_tokens
-
-    def reply(self, tokens):
-        """Returns the answer to a job whose last token is just there."""
-        return {
-            "tokens": [int(token) for token in tokens],
-            "first": self.first or 0,
-            "prefill_seconds": self.prefill_seconds,
-            "seconds": time.perf_counter() - self.begin,
-        }
 
 
 class Load:
@@ -80,7 +48,7 @@ class Load:
             answer["tokens"] += map(int, tokens)
 
     def reply(self):
-        """Returns the answer to a job whose last token is just there."""
+        """Returns the reply to a load whose last token is just there."""
         return {"seconds": self._now(), "answers": self.answers}
 
     def _now(self):
@@ -90,8 +58,8 @@ class Load:
 def serve(open_engine):
     """Opens an engine with the settings of the command line and answers jobs until there are none.
 
-    `open_engine(settings)` returns the engine's version and a function of a job's values, which
-    returns what `Watch.reply` or `Load.reply` does.
+    `open_engine(settings)` returns the engine's version and a function of a load's values, which
+    returns what `Load.reply` does.
     """
     # What libraries print goes to standard error, so that the lines of replies stay whole.
     replies = os.fdopen(os.dup(1), "w")

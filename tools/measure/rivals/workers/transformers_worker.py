@@ -1,46 +1,28 @@
-"""Decodes with transformers' generate: plainly, or with prompt lookup.
-
-Serves two rivals: PyTorch's models in transformers, and ONNX Runtime's in optimum-onnx.
-"""
+"""Decodes with transformers' generate in float32: plainly, or with prompt lookup."""
 
 import protocol
 import torch
 import transformers
 
 
-class FirstTokens(transformers.StoppingCriteria):
-    """Takes the time of the first tokens; stops nothing."""
+class NewTokens(transformers.StoppingCriteria):
+    """Tells the load of new tokens; stops nothing."""
 
-    def __init__(self, watch, num_prompt_tokens):
-        self.watch, self.num_prompt_tokens = watch, num_prompt_tokens
+    def __init__(self, load, one, num_prompt_tokens):
+        self.load, self.one, self.known = load, one, num_prompt_tokens
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.watch.tick(input_ids.shape[1] - self.num_prompt_tokens)
+        self.load.add(self.one, input_ids[0, self.known :].tolist())
+        self.known = input_ids.shape[1]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-def load(settings):
-    """Returns the model and the version of the library that runs it."""
-    if settings["engine"] == "optimum":
-        import importlib.metadata
-
-        import onnxruntime
-        from optimum.onnxruntime import ORTModelForCausalLM
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = settings["threads"]
-        model = ORTModelForCausalLM.from_pretrained(settings["model"], session_options=options)
-        return model, importlib.metadata.version("optimum-onnx")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        settings["model"], dtype=torch.float32
-    )
-    return model, transformers.__version__
 
 
 def open_engine(settings):
     """Opens a Hugging Face folder."""
     torch.set_num_threads(settings["threads"])
-    model, version = load(settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        settings["model"], dtype=torch.float32
+    )
     options = {}
     if settings["mode"] == "lookup":
         options["prompt_lookup_num_tokens"] = settings["lookup_tokens"]
@@ -50,22 +32,24 @@ def open_engine(settings):
         eos_token_id=settings["end_ids"], pad_token_id=settings["end_ids"][0]
     )
 
-    def generate(ids, max_new_tokens):
-        watch = protocol.Watch()
-        ids_BT = torch.tensor([ids])
-        criteria = transformers.StoppingCriteriaList([FirstTokens(watch, len(ids))])
-        with torch.inference_mode():
-            out_BT = model.generate(
-                input_ids=ids_BT,
-                attention_mask=torch.ones_like(ids_BT),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                stopping_criteria=criteria,
-                **options,
-            )
-        return watch.reply(out_BT[0, len(ids) :].tolist())
+    def answer(prompts, clients, max_new_tokens):
+        load = protocol.Load(prompts)
+        while found := load.take():
+            one, ids = found
+            ids_BT = torch.tensor([ids])
+            criteria = transformers.StoppingCriteriaList([NewTokens(load, one, len(ids))])
+            with torch.inference_mode():
+                model.generate(
+                    input_ids=ids_BT,
+                    attention_mask=torch.ones_like(ids_BT),
+                    do_sample=False,
+                    max_new_tokens=max_new_tokens,
+                    stopping_criteria=criteria,
+                    **options,
+                )
+        return load.reply()
 
-    return version, generate
+    return transformers.__version__, answer
 
 
 if __name__ == "__main__":

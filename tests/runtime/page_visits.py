@@ -1,33 +1,13 @@
-#!/usr/bin/env python3
-"""Uses the page of a running server in headless Chromium, by keyboard and by touch, and takes
-pictures of it.
-
-usage: python tools/docs/page_screenshots.py URL OUT [--prompt TEXT] [--browser /usr/bin/chromium]
-
-Needs `pip install playwright pillow` and a Chromium, for instance Debian's package. Writes
-OUT/serve-desktop.png and serve-phone.png, the one light and run by Ctrl+Enter, the other dark, run
-by touch and with depths as numbers, and serve-desktop-dark.png and serve-phone-light.png. Exit code
-1 if the page printed an error, asked for anything elsewhere, was wider than its window or its tree
-than its card, copied something else than its answer, or went on after Escape.
-"""
+"""Uses the page of a running server in headless Chromium, by keyboard and by touch."""
 
 from __future__ import annotations
 
-import argparse
-import io
-import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-PROMPT = "List five everyday uses of a wooden spoon, each with one short sentence."
 SYSTEM, FIRST = "Answer in plain English.", 'What isn\'t made of "wood" in a kitchen?'
-TOKENS = 120
 BEYOND = "((tree) => tree.scrollWidth - tree.clientWidth)(document.getElementById('tree'))"
 PATIENCE = 600  # tenths of a second until an answer has to be complete
-COLOURS = 192  # of a picture's palette, which makes it a third as large
 # name -> width, height, colour scheme
 WINDOWS = {
     "desktop": (1280, 900, "light"),
@@ -126,43 +106,3 @@ def wait(page: Any) -> None:
             return
         page.wait_for_timeout(100)
     raise TimeoutError("the page's run does not end")
-
-
-def write_picture(picture: bytes, path: Path) -> None:
-    """Writes a picture with few colours."""
-    from PIL import Image
-
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    from playwright.sync_api import sync_playwright
-
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("url")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--browser", default=shutil.which("chromium"))
-    arguments = parser.parse_args(argv)
-    faults = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=arguments.browser, args=["--no-sandbox"]
-        )
-        for window in WINDOWS:
-            seen = visit(browser, arguments.url.rstrip("/"), window, arguments.prompt, TOKENS)
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            write_picture(seen.picture, arguments.out / f"serve-{window}.png")
-            print(f"{window}: {seen.result}")
-            faults += seen.faults
-            if seen.after_escape != "Stopped.":
-                faults.append(f"{window}: Escape did not stop the run")
-        browser.close()
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
