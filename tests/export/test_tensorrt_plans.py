@@ -276,7 +276,7 @@ def test_without_tensorrt_it_says_what_to_install(
 ) -> None:
     for module in ("tensorrt", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=r"TensorRT is not installed.* pip install") as error:
+    with pytest.raises(ValueError, match=r"TensorRT is not installed.* run .*pip install") as error:
         workshop.build(tmp_path / "bundle", backend="tensorrt")
     assert f"{install('tensorrt')} or {install('tensorrt-rtx')}" in str(error.value)
 

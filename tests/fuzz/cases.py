@@ -24,6 +24,7 @@ from spec_runtime.errors import UserError
 
 ACCEPTED, REFUSED, FAILED = "accepted", "refused", "failed"
 MAX_MESSAGE = 1500  # characters of one line, paths included
+ROOT = Path(__file__).parents[2]
 OWN_CODE = ("spec_runtime", "spec_export")
 Run = Callable[[Any], None]
 
@@ -99,7 +100,7 @@ def judge(run: Run, case: Any) -> Outcome:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # Rust panics and SystemExit are no Exceptions
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error)).replace(f"{ROOT}/", "")
         return Outcome(FAILED, _cause(error), text[-4000:])
     return Outcome(ACCEPTED)
 
