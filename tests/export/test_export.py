@@ -325,6 +325,19 @@ def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> No
     safetensors.torch.save_file(whole, folder / "model.safetensors")
 
 
+def test_one_matrix_for_all_heads_that_is_not_the_targets_becomes_theirs(
+    save: Save, llama: Path, tmp_path: Path
+) -> None:
+    folder, _ = save("medusa", None, num_heads=2)
+    _, tensors = export(folder, "vllm-medusa", llama, tmp_path / "out")
+    other = tensors["lm_head.weight"] + 1
+    rewrite(tmp_path / "out", {}, {"lm_head.weight": other})
+    out = importer.run(str(tmp_path / "out"), str(llama), tmp_path / "again", is_measured=False)
+    state = load_drafter(out).state
+    for k in range(2):
+        assert torch.equal(state[f"output_heads.{k}"], other)
+
+
 def test_vllms_heads_may_be_whole_and_their_tokens_in_any_order(
     save: Save, llama: Path, tmp_path: Path
 ) -> None:

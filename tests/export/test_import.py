@@ -31,6 +31,7 @@ from spec_export.drafters import eagle3, peagle
 from spec_export.imports.drafters import exporter as export_drafter
 from spec_export.imports.drafters import importer
 from spec_export.imports.drafters.importer import Overrides, run
+from spec_export.imports.drafters.parts import rotary_parameters
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.model.hidden_states import features_and_taps
@@ -563,3 +564,15 @@ def test_other_gguf_files_are_refused(case: str, llama: Path, tmp_path: Path) ->
     write_model(tmp_path / "model.gguf", "llama", {}, {})
     with pytest.raises(UserError, match="GGUF file of architecture 'llama', expected a drafter's"):
         run(str(tmp_path / "model.gguf"), str(llama), tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_rotation_is_stretched_from_the_drafters_own_positions(kind: str) -> None:
+    """Where a config does not name the length before the stretching, it is that of the config."""
+    given: dict[str, Any] = {"rope_scaling": {"type": kind, "factor": 4.0}}
+    folder: Any = None  # is only named in refusals
+    read = rotary_parameters(folder, {**given, "max_position_embeddings": 64})
+    assert read["original_max_position_embeddings"] == 64
+    given["rope_scaling"]["original_max_position_embeddings"] = 16
+    read = rotary_parameters(folder, {**given, "max_position_embeddings": 64})
+    assert read["original_max_position_embeddings"] == 16
