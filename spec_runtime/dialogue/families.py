@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 _NAME = r"(?P<name>[\w-][\w.-]{0,127})"
 _KEY = r'(?P<key>[^<>"\n]{1,128})'
 _STRING = r'"(?:[^"\\]+|\\.)*"'
-_OBJECT = r'(?=\{\s*["}])'
+OBJECT = r'(?=\{\s*["}])'  # looked at, not taken
 _MEMBERS = rf'(?:"(?:type|id|tool_call_id)"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*,\s*)*'
 _FUNCTION = rf'\[?\s*\{{\s*{_MEMBERS}(?:"function"\s*:\s*\{{\s*{_MEMBERS})?'
 _NAMED = rf'{_FUNCTION}"(?:name|tool_name)"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*{_MEMBERS}'
@@ -89,7 +89,7 @@ KNOWN_BY_MARKS = ("mistral", "harmony", "phi", "llama3")  # the first one that f
 
 # A call after marks, in a fenced block, or bare; the second is read once its object is whole.
 KEYED: tuple[Field, ...] = (
-    {"open_pattern": _NAMED + _ARGUMENTS + _OBJECT, "content": "json"},
+    {"open_pattern": _NAMED + _ARGUMENTS + OBJECT, "content": "json"},
     {"open_pattern": f"(?=(?:{_NAMED}|{_FUNCTION}){_ARGUMENTS}[^\\s])", "content": "keyed"},
 )
 PYTHON: Field = {  # LFM2; without the mark Llama 3.2 and 4

@@ -19,6 +19,7 @@ from spec_runtime.dialogue.families import (
     KEYED,
     KNOWN_BY_MARKS,
     MISTRAL,
+    OBJECT,
     PYTHON,
     QUOTE,
     THINKING,
@@ -262,8 +263,8 @@ def _forms_of(field: Field) -> list[CallForm]:
             _between_tags(Pattern(source), str(args.get("tag_pattern")), _anchor(field, "close"))
         ]
     if not args.get("string_delims") and not args.get("unquoted_keys"):
-        following = Pattern(after + _OBJECT) if after else None
-        return [CallForm(Pattern(source + _OBJECT), content, following)]
+        following = Pattern(after + OBJECT) if after else None
+        return [CallForm(Pattern(source + OBJECT), content, following)]
     match args.get("string_delims"):
         case [[str(quote), str(other)]] if quote and quote == other:
             opening, ends = Pattern(r"(?P<key>[\w.$-]+):"), Pattern(r"\}")
@@ -301,7 +302,6 @@ def _names_are_inside(transform: Any) -> bool:
     return False
 
 
-_OBJECT = r'(?=\{\s*["}])'
 _KEYED = [CallForm(Pattern(str(each["open_pattern"])), str(each["content"])) for each in KEYED]
 _FORMS = [form for field in CALLS for form in _forms_of(field)]
 _BARE, (_NAMED,) = _forms_of(PYTHON), _forms_of(MISTRAL)
