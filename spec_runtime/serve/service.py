@@ -250,7 +250,7 @@ class Service:
             answers.close()
             _note_results(request, answers)
 
-        return EventStream(events, close)
+        return EventStream(events, close, lambda: answers.is_accepted)
 
     async def _answer(
         self,

@@ -197,7 +197,9 @@ class Chat(Api):
 
     def written(self, result: GenerationResult, size: int) -> list[Said]:
         writer = ChatWriter("toy", TEXTS)
-        parts = [part for each in chunks_of(result, size) for part in writer.parts(0, each)]
+        parts = [
+            part for each in chunks_of(result, size) for part in writer.parts(0, each, result.form)
+        ]
         whole = ChatWriter("toy", TEXTS).whole(0, result)
         found = [self.read({"choices": [each]}) for each in (self.choice_of(parts), whole)]
         found[0].events = parts

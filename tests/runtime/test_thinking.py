@@ -15,6 +15,7 @@ from spec_runtime import Chunk, Engine, GenerationResult, Stats
 from spec_runtime.cli.options import template_kwargs
 from spec_runtime.cli.terminal import AnswerPrinter
 from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.messages import plain_message
 from spec_runtime.dialogue.reader import Part, ResponseReader, joined
 from spec_runtime.dialogue.response_template import HARMONY, Tags, tags_of, template_of
 from spec_runtime.dialogue.tools import ToolCall
@@ -77,6 +78,23 @@ class Splitter:
         self.parts += [part for part in parts if part.kind in ("call", "arguments")]
         thinking = "".join(part.text for part in parts if part.kind == "thinking")
         return thinking, joined(parts)[0]
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm."},
+        {"thinking": "Hm."},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "H"}, {"summary": "m."}]},
+        {"reasoning_content": "Hm.", "reasoning": "Oh."},
+    ],
+)
+def test_thinking_is_taken_back_by_each_of_its_names(thought: dict[str, Any]) -> None:
+    said = plain_message({"role": "assistant", "content": "Yes.", **thought})
+    assert said["reasoning_content"] == "Hm."
+    asked = plain_message({"role": "user", "content": "Yes.", **thought})
+    assert asked.get("reasoning_content") == thought.get("reasoning_content")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
-from spec_runtime.dialogue.reader import ResponseReader
+from spec_runtime import Chunk, GenerationResult, Part
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.answers import Answers
-from spec_runtime.serve.openai.replies import ShownCalls, ShownTokens, TokenTexts, whole_chunk
+from spec_runtime.serve.openai.replies import (
+    Shown,
+    ShownCalls,
+    ShownParts,
+    TokenTexts,
+    whole_chunk,
+)
 from spec_runtime.serve.streams import typed_event_of
 
 Object = dict[str, Any]
-Shown = list[tuple[TokenLogprob, int]]
 _PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}  # of the items' ids
 _EVENTS = {
     "text": "output_text",
@@ -51,7 +54,7 @@ class ResponseReply:
         }
         self._texts = texts
         self._keep = keep
-        self._places = _Places(texts.tokens_of_choice())
+        self._shown = ShownParts(texts.tokens_of_choice())
         self._calls = ShownCalls()
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
@@ -77,7 +80,7 @@ class ResponseReply:
             begun["incomplete_details"] = None
             yield self._event("created", response=begun)
             yield self._event("in_progress", response=begun)
-        for part, shown in self._places.push(chunk, form):
+        for part, shown in self._shown.push(chunk, form):
             self._calls.add(part)
             yield from self._events_of(part, shown)
         if chunk.result is None:
@@ -157,53 +160,6 @@ class ResponseReply:
         }
         self._keep(response)
         return response
-
-
-class _Places:
-    """Says which of an answer's tokens each piece of its text shows.
-
-    The tokens of thinking, of calls, and of what is said after a call belong to no text.
-    """
-
-    def __init__(self, tokens: ShownTokens) -> None:
-        self._tokens = tokens
-        self._reader: ResponseReader | None = None  # says where the text begins
-        self._length = 0  # of the answer so far
-        self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
-        self._begin = self._end = 0  # of the text in the answer, so far
-        self._has_text = self._has_calls = False
-
-    def push(self, chunk: Chunk, form: AnswerForm) -> Iterator[tuple[Part, Shown]]:
-        """Yields a chunk's parts, each with the tokens that it shows."""
-        if chunk.logprobs is None:  # none are asked for
-            yield from ((part, []) for part in chunk.parts)
-            return
-        self._reader = self._reader or form.reader(has_calls=False)
-        self._reader.push(chunk.text, False, chunk.token_ids, chunk.text_ends)
-        self._length += len(chunk.text)
-        self._waiting.extend(self._tokens.take(chunk))
-        for part in chunk.parts:
-            self._has_calls = self._has_calls or part.kind == "call"
-            is_text = part.kind == "text" and not self._has_calls
-            yield part, self._shown_by(len(part.text)) if is_text else []
-        if chunk.result is None or self._has_calls:
-            return
-        if rest := self._shown_by(self._length + 1):
-            yield Part("text", ""), rest  # of tokens without a text of their own
-
-    def _shown_by(self, num_characters: int) -> Shown:
-        """Returns the tokens that begin in the next characters of the text."""
-        if not self._has_text:
-            self._has_text = True
-            begin = self._reader.begin_of_text if self._reader else 0
-            self._begin = self._end = self._length + 1 if begin is None else begin
-        self._end += num_characters
-        shown = []
-        while self._waiting and self._waiting[0][1] < self._end:
-            entry, place = self._waiting.popleft()
-            if place >= self._begin:
-                shown.append((entry, place))
-        return shown
 
 
 class _Item:
