@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_runtime import Chunk, GenerationResult, Part
 from spec_runtime.loop.answer import AnswerForm
@@ -18,6 +18,8 @@ from spec_runtime.serve.openai.replies import (
     TokenTexts,
     whole_chunk,
 )
+from spec_runtime.serve.responses.requests import encrypted
+from spec_runtime.serve.responses.tools import Tools, input_of
 from spec_runtime.serve.streams import typed_event_of
 
 Object = dict[str, Any]
@@ -27,6 +29,15 @@ _EVENTS = {
     "thinking": "reasoning_text",
     "call": "function_call_arguments",
 }
+
+
+class Shape(NamedTuple):
+    """Says how items are written: calls as those of these tools, and thinking with a summary, or
+    with the text that clients keep, where the request asks for these."""
+
+    tools: Tools = Tools(())
+    summarises: bool = False
+    encrypts: bool = False
 
 
 class ResponseReply:
@@ -42,6 +53,7 @@ class ResponseReply:
         repeated: Object,
         texts: TokenTexts,
         keep: Callable[[Object], None],
+        shape: Shape | None = None,
     ) -> None:
         self._head: Object = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -54,6 +66,7 @@ class ResponseReply:
         }
         self._texts = texts
         self._keep = keep
+        self._shape = shape or Shape()
         self._shown = ShownParts(texts.tokens_of_choice())
         self._calls = ShownCalls()
         self._output: list[Object] = []  # items that are complete
@@ -86,7 +99,7 @@ class ResponseReply:
         if chunk.result is None:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
-            yield from self._begin(_Item("text"))
+            yield from self._begin(_Item("text", self._shape))
         is_whole = self._calls.are_whole(chunk.result)
         is_cut = chunk.result.finish_reason == "length" and not is_whole
         yield from self._end("incomplete" if is_cut else "completed")
@@ -99,7 +112,7 @@ class ResponseReply:
         kind = "call" if part.kind == "arguments" else part.kind
         if part.kind == "call" or self._item is None or kind != self._item.kind:
             yield from self._end("completed")
-            yield from self._begin(_Item(kind, part.text))
+            yield from self._begin(_Item(kind, self._shape, part.text))
         if part.kind != "call":
             assert self._item is not None
             self._item.text += part.text
@@ -107,7 +120,8 @@ class ResponseReply:
             if kind == "text":
                 more["logprobs"] = self._texts.response(shown)
                 self._item.logprobs += more["logprobs"]
-            yield self._item_event(f"{_EVENTS[kind]}.delta", delta=part.text, **more)
+            if not self._item.is_custom:
+                yield self._item_event(f"{_EVENTS[kind]}.delta", delta=part.text, **more)
 
     def _begin(self, item: _Item) -> Iterator[Object]:
         self._item = item
@@ -123,19 +137,36 @@ class ResponseReply:
         item = self._item
         if item is None:
             return
-        if item.kind == "call":
-            told: Object = {"name": item.name, "arguments": item.text}
+        event = _EVENTS[item.kind]
+        if item.is_custom:
+            event, text = "custom_tool_call_input", input_of(item.text)
+            yield self._item_event(f"{event}.delta", delta=text)
+            told: Object = {"input": text}
+        elif item.kind == "call":
+            told = {"name": item.name, "arguments": item.text}
         else:
             told = {"text": item.text}
             if item.kind == "text":
                 told["logprobs"] = item.logprobs
-        yield self._item_event(f"{_EVENTS[item.kind]}.done", **told)
+        yield self._item_event(f"{event}.done", **told)
         if item.kind != "call":
             yield self._item_event("content_part.done", part=item.part())
+        yield from self._summary(item)
         written = item.written(status)
         yield self._event("output_item.done", output_index=len(self._output), item=written)
         self._output.append(written)
         self._item = None
+
+    def _summary(self, item: _Item) -> Iterator[Object]:
+        """Yields the events of thinking's summary, which is all of it, where one is asked for."""
+        for part in item.summary:
+            place: Object = {"item_id": item.id, "output_index": len(self._output)}
+            place["summary_index"], text = 0, part["text"]
+            begun = {**part, "text": ""}
+            yield self._event("reasoning_summary_part.added", **place, part=begun)
+            yield self._event("reasoning_summary_text.delta", **place, delta=text)
+            yield self._event("reasoning_summary_text.done", **place, text=text)
+            yield self._event("reasoning_summary_part.done", **place, part=part)
 
     def _item_event(self, kind: str, **more: Any) -> Object:
         """Returns an event of the item on its way, or of its only part."""
@@ -165,12 +196,19 @@ class ResponseReply:
 class _Item:
     """An item of the output that is on its way: a message, thinking, or a call of `name`."""
 
-    def __init__(self, kind: str, name: str = "") -> None:
-        self.kind, self.name = kind, name
-        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    def __init__(self, kind: str, shape: Shape, name: str = "") -> None:
+        self.kind, self.name, self._shape = kind, name, shape
+        self.is_custom = kind == "call" and shape.tools.is_custom(name)
+        self.id = f"{'ctc' if self.is_custom else _PREFIXES[kind]}_{uuid.uuid4().hex}"
         self.text = ""  # or the arguments
         self.logprobs: list[Object] = []  # of a message's tokens
         self._call_id = f"call_{uuid.uuid4().hex[:24]}"
+
+    @property
+    def summary(self) -> list[Object]:
+        """Returns the parts of thinking's summary: all of it, where one is asked for."""
+        is_asked = self.kind == "thinking" and self._shape.summarises and self.text
+        return [{"type": "summary_text", "text": self.text}] if is_asked else []
 
     def part(self) -> Object:
         """Returns the only part of the item's content."""
@@ -186,11 +224,13 @@ class _Item:
     def written(self, status: str) -> Object:
         """Returns the item as it is so far."""
         if self.kind == "call":
-            called = {"call_id": self._call_id, "name": self.name, "arguments": self.text}
-            return {"id": self.id, "type": "function_call", "status": status, **called}
+            called = self._shape.tools.called(self.name, self.text)
+            return {"id": self.id, "status": status, "call_id": self._call_id, **called}
         said: Object = {"status": status, "content": [self.part()]}
         if self.kind == "thinking":
-            return {"id": self.id, "type": "reasoning", "summary": [], **said}
+            if self._shape.encrypts:
+                said["encrypted_content"] = encrypted(self.text)
+            return {"id": self.id, "type": "reasoning", "summary": self.summary, **said}
         return {"id": self.id, "type": "message", "role": "assistant", **said}
 
 
