@@ -61,6 +61,10 @@ class Tolerant(BaseModel):
         """Returns the body with the names that the fields have here."""
         return body
 
+    def left_out(self) -> Iterable[str]:
+        """Returns what else the header names. It is asked once, where the body is read."""
+        return ()
+
     def ignore(self, names: Iterable[str]) -> None:
         """Adds these names to those of the header, which has each once and only ASCII."""
         known = self._ignored
@@ -78,7 +82,7 @@ class Tolerant(BaseModel):
             if _is_unused(cls.model_fields.get(name)) and changes_nothing(name, value)
         ]
         made = handler({name: value for name, value in data.items() if name not in ignored})
-        made._ignored = [*ignored, *made._ignored]
+        made.ignore([*ignored, *made.left_out()])
         return made
 
 

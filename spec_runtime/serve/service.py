@@ -168,6 +168,9 @@ class Service:
         fields."""
         codec = self.engine.tokenizer
         family = "" if codec.template is None else codec.template.tool_family
+        if codec.template is not None:
+            unread = (asked.chat_template_kwargs or {}).keys() - codec.template.variables
+            asked.ignore(f"chat_template_kwargs.{name}" for name in sorted(unread))
 
         def prepare() -> list[Call]:
             body = as_chat()

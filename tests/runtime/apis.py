@@ -157,7 +157,8 @@ class Chat(Api):
         message: Object = {"role": "assistant", "content": "", "refusal": None}
         calls: list[Any] = []
         for delta in (each["delta"] for each in rest):
-            for key in {"content", "reasoning_content"} & delta.keys():
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for key in {"content", "reasoning_content", "reasoning"} & delta.keys():
                 message[key] = message.get(key, "") + delta[key]
             for call in delta.get("tool_calls", ()):
                 index, function = call.pop("index"), call["function"]

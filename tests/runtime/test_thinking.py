@@ -21,6 +21,7 @@ from spec_runtime.dialogue.response_template import HARMONY, Tags, tags_of, temp
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.result import Piece
+from spec_runtime.serve.ignored import HEADER
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")
@@ -395,12 +396,16 @@ def test_requests_switch_thinking_off(client: Any) -> None:
         assert num_prompt_tokens(client, path, **body) == expected, (path, body)
 
 
-def test_unread_variables_are_refused_by_name(client: Any) -> None:
-    reply = client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": {"think": True}})
-    assert reply.status_code == 400
-    error = reply.json()["error"]
-    assert error["param"] == "chat_template_kwargs"
-    assert "'think', which the chat template does not read, expected enable_th" in error["message"]
+def test_unread_variables_are_left_out_and_named(client: Any) -> None:
+    unread = {"think": True, "enable_thinking": False}
+    for path, body in (
+        (CHAT, {"messages": HELLO}),
+        (RESPONSES, {"input": "hello"}),
+        (MESSAGES, {"messages": HELLO, "max_tokens": 2}),
+    ):
+        reply = client.post(path, json={**body, "chat_template_kwargs": unread})
+        assert reply.status_code == 200
+        assert reply.headers[HEADER] == "chat_template_kwargs.think"
     reply = client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": 3})
     assert reply.status_code == 400
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -152,11 +152,13 @@ class CountRequest(Tolerant):
     def _check_together(self) -> CountRequest:
         if self.tool_choice is not None and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
-        self.ignore(f"tools: {each.type}" for each in self.tools or () if not each.is_ours)
+        return self
+
+    def left_out(self) -> Iterator[str]:
+        yield from (f"tools: {each.type}" for each in self.tools or () if not each.is_ours)
         contents = (turn.content for turn in self.messages if isinstance(turn.content, list))
         blocks = (block for content in contents for block in content)
-        self.ignore(f"tools: {block['type']}" for block in blocks if _is_servers(block))
-        return self
+        yield from (f"tools: {block['type']}" for block in blocks if _is_servers(block))
 
     @property
     def _format(self) -> Object | None:

@@ -283,11 +283,12 @@ class ChatRequest(_Request):
         self, template: ChatTemplate | None, thinks: bool | None = None
     ) -> dict[str, Any]:
         """Returns the variables of the chat template: those that the request gives, and before them
-        what its effort, or `thinks`, means to this template. Raises UserError for those that the
-        template does not read."""
+        what its effort, or `thinks`, means to this template. Those that the template does not read
+        are left out. Raises UserError for values that are no JSON."""
         given = self.chat_template_kwargs or {}
         if template is None:
             return given
+        given = {name: value for name, value in given.items() if name in template.variables}
         effort, meant = self.reasoning_effort, dict[str, Any]()
         if effort is not None:
             thinks = effort != NO_EFFORT

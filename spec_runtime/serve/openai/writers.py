@@ -121,7 +121,7 @@ class ChatWriter:
         if part.kind == "text":
             return {"content": part.text}
         if part.kind == "thinking":
-            return {"reasoning_content": part.text}
+            return _thought(part.text)
         self._calls[index].add(part)
         call: Object = {"function": {"arguments": part.text}}
         if part.kind == "call":
@@ -132,7 +132,7 @@ class ChatWriter:
         reason = finish_reason(result)
         message: Object = {"role": "assistant", "content": result.content, "refusal": None}
         if result.reasoning:
-            message["reasoning_content"] = result.reasoning
+            message |= _thought(result.reasoning)
         if result.tool_calls:
             calls = [
                 {**_begun_call(), "function": {"name": name, "arguments": arguments}}
@@ -145,6 +145,11 @@ class ChatWriter:
             parts = self._parts_of_choice().push(whole_chunk(result), result.form)
             logprobs = self._texts.chat([each for _, shown in parts for each in shown])
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _thought(text: str) -> Object:
+    """Returns thinking by both names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _begun_call() -> Object:

@@ -118,10 +118,12 @@ class ResponsesRequest(Tolerant):
             raise UserError(f"'top_logprobs' is only allowed when 'include' has {LOGPROBS!r}")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
-        kinds = (str(item.get("type")) for item in self.items)
-        self.ignore(kind for kind in kinds if SERVERS_CALLS.fullmatch(kind))
-        self.ignore(f"tools: {kind}" for kind in self.known_tools.left_out)
         return self
+
+    def left_out(self) -> Iterator[str]:
+        kinds = (str(item.get("type")) for item in self.items)
+        yield from (kind for kind in kinds if SERVERS_CALLS.fullmatch(kind))
+        yield from (f"tools: {kind}" for kind in self.known_tools.left_out)
 
     @functools.cached_property
     def known_tools(self) -> Tools:
