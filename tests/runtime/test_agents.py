@@ -25,7 +25,11 @@ from spec_runtime.serve.responses.tools import Tools
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
 CODEX = json.loads((Path(__file__).parent / "codex.json").read_text("utf-8"))["requests"]
 PATCH = {"type": "custom", "name": "patch", "description": "Changes files."}
-AGENTS = {"type": "namespace", "name": "agents", "tools": [{"type": "function", **FUNCTION}]}
+AGENTS: dict[str, Any] = {
+    "type": "namespace",
+    "name": "agents",
+    "tools": [{"type": "function", **FUNCTION}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,7 @@ def test_a_call_names_its_namespace() -> None:
 
 
 def test_calls_of_all_kinds_are_taken_back() -> None:
-    items = [
+    items: list[dict[str, Any]] = [
         {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "a", "output": "done"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
@@ -131,7 +135,7 @@ def test_calls_of_all_kinds_are_taken_back() -> None:
 
 # ---- tools that nobody runs here, and choices ----
 
-SEARCHES = [
+SEARCHES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"messages": HELLO}, {"type": "web_search"}, {"type": "function", "function": FUNCTION}),
     (RESPONSES, {"input": "hello"}, {"type": "web_search"}, {"type": "function", **FUNCTION}),
     (
@@ -235,7 +239,13 @@ def test_formats_of_other_servers_are_ours(asked: Any, expected: Any) -> None:
 
 def test_what_asks_for_nothing_is_ignored_by_name(client: Any) -> None:
     """Unknown fields that are null, false or empty, and known ones that have to be null."""
-    nothing = {"unheard": None, "unseen": False, "unfelt": [], "functions": [], "audio": {}}
+    nothing: dict[str, Any] = {
+        "unheard": None,
+        "unseen": False,
+        "unfelt": [],
+        "functions": [],
+        "audio": {},
+    }
     for path, body in ((CHAT, {"messages": HELLO}), (RESPONSES, {"input": "x"})):
         reply = client.post(path, json={**body, **nothing})
         assert reply.status_code == 200, reply.text

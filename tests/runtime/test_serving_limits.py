@@ -232,10 +232,12 @@ def test_a_stream_has_headers_and_pings_while_its_prompt_is_read(
 ) -> None:
     monkeypatch.setattr(streams, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(streams, "PING_SECONDS", 0.01)
-    asked = {COMPLETIONS: BODY, RESPONSES: {"input": "hello"}, MESSAGES: {"messages": HELLO}}[path]
-    body = {"max_tokens": 30, **asked, "stream": True}
-    if path == RESPONSES:
-        body["max_output_tokens"] = body.pop("max_tokens")
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: BODY,
+        RESPONSES: {"input": "hello", "max_output_tokens": 30},
+        MESSAGES: {"messages": HELLO, "max_tokens": 30},
+    }
+    body = {**bodies[path], "stream": True}
     with held() as (_, client, runs), client.stream("POST", path, json=body) as reply:
         assert reply.status_code == 200
         lines = reply.iter_lines()

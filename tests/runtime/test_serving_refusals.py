@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from apis import APIS, COMPLETIONS_API, FUNCTION, Api
+from pydantic import BaseModel
 from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process, tool_engine
 
 from spec_runtime.serve.anthropic.requests import MessagesRequest
@@ -355,7 +356,7 @@ def test_a_sentence_of_each_kind(client: Any, api: Api, more: Any, sentence: str
 def test_a_hint_names_a_field_that_the_address_takes(client: Any) -> None:
     """Of every field of the four schemas, sent to each address, and of those of other servers; a
     hint is about a field that the request has not, and following it leads to no other hint."""
-    kinds = {
+    kinds: dict[Api, type[BaseModel]] = {
         CHAT_API: ChatRequest,
         COMPLETIONS_API: CompletionRequest,
         RESPONSES_API: ResponsesRequest,

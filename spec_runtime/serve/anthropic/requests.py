@@ -251,9 +251,9 @@ class MessagesRequest(CountRequest):
         return {
             **sampling_of(self),
             "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences or self.stop,
             "stream": self.stream,
             "drafter": self.drafter,
+            **({} if self.stop_sequences is None else {"stop": self.stop_sequences}),
         }
 
 
