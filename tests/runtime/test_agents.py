@@ -171,7 +171,9 @@ def test_blocks_of_anthropics_own_tools_are_left_out_and_named(client: Any) -> N
     assert [each.content for each in chat.messages] == ["hello", "Yes.", "hello"]
 
 
-TWO = [{"type": "function", "function": {**FUNCTION, "name": name}} for name in ("a", "b")]
+TWO: list[dict[str, Any]] = [
+    {"type": "function", "function": {**FUNCTION, "name": name}} for name in ("a", "b")
+]
 NAMED = {"type": "function", "function": {"name": "b"}}
 
 
