@@ -335,11 +335,11 @@ def test_calls_follow_the_thinking_and_the_text_before_them(
     ],
 )
 @pytest.mark.parametrize("whole", ["", CALL])
-def test_a_stream_whose_last_call_is_cut_ends_as_its_text(api: Api, whole: str, end: str) -> None:
+def test_an_answer_whose_last_call_is_cut_ends_as_its_text(api: Api, whole: str, end: str) -> None:
     text = f'{whole}<tool_call>{{"name": "look_up", "arguments": {end}'
     form = AnswerForm(family="hermes", tools=TOOLS)
-    streamed, _ = api.written(GenerationResult(text, [1], "length", Stats(), form=form), 1)
-    assert streamed.ending == "length"
+    for said in api.written(GenerationResult(text, [1], "length", Stats(), form=form), 1):
+        assert said.ending == "length", "streamed and whole alike"
 
 
 @each_api

@@ -230,23 +230,14 @@ def finish_reason(result: GenerationResult) -> str:
     return "length" if result.finish_reason == "length" else "stop"
 
 
-class ShownCalls:
-    """Holds the calls that a stream has shown so far; `num` counts them."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._parts: list[Part] = []
-
-    def add(self, part: Part) -> None:
-        """Adds a part of an answer, if it is of a call."""
-        self.num += part.kind == "call"
-        if part.kind in ("call", "arguments"):
-            self._parts.append(part)
-
-    def are_whole(self, result: GenerationResult) -> bool:
-        """Says whether there are some, and all of them whole: what is cut, or has arguments that
-        are no JSON, is no call of the result."""
-        return self.num > 0 and joined(self._parts)[1] == result.tool_calls
+def ends_in_calls(result: GenerationResult) -> bool:
+    """Says whether an answer has calls, and all that a stream of it shows are whole: one that is
+    cut, or has arguments that are no JSON, is no call of the result."""
+    if not result.tool_calls:
+        return False
+    reader = result.form.reader()
+    parts = reader.push(result.text, True, result.token_ids, result.text_ends)
+    return joined(parts)[1] == result.tool_calls
 
 
 class Heading:

@@ -14,11 +14,11 @@ from spec_runtime.serve.openai.replies import (
     Echo,
     Heading,
     Object,
-    ShownCalls,
     ShownParts,
     ShownTokens,
     TokenTexts,
     counted,
+    ends_in_calls,
     finish_reason,
     usage,
     whole_chunk,
@@ -96,18 +96,18 @@ class ChatWriter:
     def __init__(self, model: str, texts: TokenTexts) -> None:
         self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._texts = texts
-        self._calls: dict[int, ShownCalls] = {}  # of each choice that has begun
+        self._num_calls: dict[int, int] = {}  # of each choice that has begun
         self._shown: dict[int, ShownParts] = defaultdict(self._parts_of_choice)
 
     def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
-        if index not in self._calls:
-            self._calls[index] = ShownCalls()
+        if index not in self._num_calls:
+            self._num_calls[index] = 0
             yield self._part(index, {"role": "assistant", "content": ""})
         for part, shown in self._shown[index].push(chunk, form):
             logprobs = self._texts.chat(shown) if shown else None
             yield self._part(index, self._delta(index, part), logprobs)
         if chunk.result is not None:
-            is_called = self._calls[index].are_whole(chunk.result)
+            is_called = ends_in_calls(chunk.result)
             reason = "tool_calls" if is_called else finish_reason(chunk.result)
             yield {**self._part(index, {}), "finish_reason": reason}
 
@@ -122,11 +122,11 @@ class ChatWriter:
             return {"content": part.text}
         if part.kind == "thinking":
             return _thought(part.text)
-        self._calls[index].add(part)
+        self._num_calls[index] += part.kind == "call"
         call: Object = {"function": {"arguments": part.text}}
         if part.kind == "call":
             call = {**_begun_call(), "function": {"name": part.text, "arguments": ""}}
-        return {"tool_calls": [{"index": self._calls[index].num - 1, **call}]}
+        return {"tool_calls": [{"index": self._num_calls[index] - 1, **call}]}
 
     def whole(self, index: int, result: GenerationResult) -> Object:
         reason = finish_reason(result)
@@ -139,7 +139,7 @@ class ChatWriter:
                 for name, arguments in result.tool_calls
             ]
             message |= {"content": result.content or None, "tool_calls": calls}
-            reason = "tool_calls"
+            reason = "tool_calls" if ends_in_calls(result) else reason
         logprobs = None
         if result.logprobs is not None:
             parts = self._parts_of_choice().push(whole_chunk(result), result.form)

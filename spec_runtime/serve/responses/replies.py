@@ -13,9 +13,9 @@ from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.answers import Answers
 from spec_runtime.serve.openai.replies import (
     Shown,
-    ShownCalls,
     ShownParts,
     TokenTexts,
+    ends_in_calls,
     whole_chunk,
 )
 from spec_runtime.serve.responses.requests import encrypted
@@ -68,7 +68,6 @@ class ResponseReply:
         self._keep = keep
         self._shape = shape or Shape()
         self._shown = ShownParts(texts.tokens_of_choice())
-        self._calls = ShownCalls()
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
         self._num_events = 0
@@ -94,14 +93,12 @@ class ResponseReply:
             yield self._event("created", response=begun)
             yield self._event("in_progress", response=begun)
         for part, shown in self._shown.push(chunk, form):
-            self._calls.add(part)
             yield from self._events_of(part, shown)
         if chunk.result is None:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
             yield from self._begin(_Item("text", self._shape))
-        is_whole = self._calls.are_whole(chunk.result)
-        is_cut = chunk.result.finish_reason == "length" and not is_whole
+        is_cut = chunk.result.finish_reason == "length" and not ends_in_calls(chunk.result)
         yield from self._end("incomplete" if is_cut else "completed")
         response = self._finished(chunk.result, is_cut)
         yield self._event(response["status"], response=response)
