@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from apis import APIS, COMPLETIONS_API, FUNCTION, Api
-from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process, tool_engine
+from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process
 
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
 JSON = {"Content-Type": "application/json"}
@@ -23,14 +23,6 @@ VALUE, LENGTH, MISSING = "invalid_value", "context_length_exceeded", "missing_re
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     with in_process(max_body=20_000, max_prompt=300) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Any]:
-    """Gives a client of an engine that can keep answers inside grammars."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    with in_process(tool_engine()) as made:
         yield made
 
 

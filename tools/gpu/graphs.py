@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from spec_runtime.trees.tree import chain_parents
 BACKEND_FOR = {"cpu": "onnxruntime", "cuda": "cuda"}
 PRECISION_FOR = {"cpu": "fp32", "cuda": "fp16"}
 SCRATCH = 128
-NUM_MASKS = 4
 # These have a cache, none, features of their own and states of their own.
 TOY_DRAFTERS = ("parallelspec", "medusa", "eagle", "hydra")
 RANDOM_CONTEXT = 256
@@ -37,7 +36,7 @@ WARM_UP = 6  # runs before the clock starts: kernels are chosen, a CUDA graph is
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a Llama; its drafter guesses the first `draft_vocab` tokens."""
+    """The dimensions of a Llama."""
 
     name: str
     vocab_size: int
@@ -47,7 +46,6 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    draft_vocab: int
 
 
 # ---------------------------------------------------------------------------------------- feeds
@@ -111,46 +109,6 @@ class Feeder:
             n = min(PREFILL_ROWS, num_rows - begin)
             backend.run(self.feeds(chain_parents(n)), [])
             self.keep(range(n))
-
-
-def banks_of(graph: bundles.Graph) -> list[bundles.TensorSpec]:
-    """Returns the banks that numpy can read and write: those of bfloat16 are left out."""
-    specs = (spec for spec in graph.inputs if spec.name.startswith(bundles.BANK))
-    return [spec for spec in specs if spec.dtype != "bfloat16"]
-
-
-def fill_banks(backend: Any, graph: bundles.Graph) -> None:
-    """Fills a graph's banks with random rows, the same in every backend of the graph."""
-    rng = np.random.default_rng(2)
-    for spec in banks_of(graph):
-        bank = backend.buffers[spec.name]
-        bank.update_inplace(rng.standard_normal(bank.shape(), np.float32).astype(spec.dtype))
-
-
-def written_rows(
-    backend: Any, graph: bundles.Graph, feeds: dict[str, np.ndarray]
-) -> Iterator[np.ndarray]:
-    """Yields what a run with these feeds wrote to each bank that the graph writes, [R, W]."""
-    outputs = {spec.name for spec in graph.outputs}
-    row_R = feeds.get(bundles.BANK_ROWS, feeds.get("slots"))
-    for spec in banks_of(graph):
-        if f"{spec.name}.out" in outputs:
-            yield backend.buffers[spec.name].numpy()[row_R]
-
-
-def random_trees() -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Yields parents i64[N] and the path to keep: a prompt, trees, single rows, and a chain whose
-    beginning is kept."""
-    rng = np.random.default_rng(1)
-    yield chain_parents(24), list(range(24))
-    for n in (8, 1, 16, 1, 12):
-        parents = [int(rng.integers(i)) for i in range(1, n)]
-        parent_N = np.array([0, *parents], np.int64)
-        path = [n - 1]
-        while path[0] > 0:
-            path.insert(0, int(parent_N[path[0]]))
-        yield parent_N, path
-    yield chain_parents(5), [0, 1, 2]
 
 
 def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
@@ -231,38 +189,11 @@ def write_target(traced: Any, attention: str, path: Path) -> bundles.Graph:
 
     `traced` itself is not changed.
     """
+    from spec_export.build.writer import save_graph
     from spec_export.graphs import banks, slots
 
     model = traced.clone()
     banks.keep_target(slots.to_slots(model, attention))
-    return _write(model, attention, path)
-
-
-def write_drafter(
-    backbone: Any, traced: Any, shape: Shape, precision: str, path: Path
-) -> bundles.Graph:
-    """Writes a random ParallelSpec drafter for this target, in the slots form and with banks."""
-    import torch
-
-    from spec_export import drafters
-    from spec_export.graphs import banks, slots
-    from spec_export.graphs.half import narrow
-    from spec_export.model import target
-
-    definition = drafters.load("parallelspec")
-    ends = target.ends(backbone)
-    ends = dataclasses.replace(ends, cos=ends.cos.float(), sin=ends.sin.float())
-    config = definition.Config(num_masks=NUM_MASKS)
-    module = definition.Drafter(config, ends, torch.arange(shape.draft_vocab)).eval()
-    (model,) = module.export(backbone.config).values()
-    model = slots.to_slots(narrow(model, precision))
-    banks.keep_drafter(model, traced, module.runtime_config(), SCRATCH)
-    return _write(model, "bias", path)
-
-
-def _write(model: Any, attention: str, path: Path) -> bundles.Graph:
-    from spec_export.build.writer import save_graph
-
     graph = save_graph(model, "slots", path.parent, path.name)
     return dataclasses.replace(graph, attention=attention)
 

@@ -10,8 +10,7 @@ greedy. Tokens a second are of decoding only, without the first token, which the
 gives; that pass is timed apart. Memory is the process's peak resident size, loading included.
 
 Texts are compared with the same engine's plain ones, between engines where the weights are equal,
-and with what DIR/fp32, if it is there, would choose at each place. Every answer is kept in OUT with
-.rows.jsonl in place of .json: the same command goes on where it was stopped. A rival that cannot be
+and with what DIR/fp32, if it is there, would choose at each place. A rival that cannot be
 installed, built or run is named with its reason, and the others go on. The last lines are our best
 mode over the best rival's.
 """
@@ -44,7 +43,7 @@ from tools.measure.rivals import contexts, fidelity, field, report
 from tools.measure.rivals.environments import RivalError
 from tools.measure.rivals.field import PRECISIONS, RIVALS, Contender, Options, Rival
 from tools.measure.rivals.models import TargetFiles
-from tools.measure.rivals.race import Context, Journal, Race, one_by_one
+from tools.measure.rivals.race import Context, Race, Row, one_by_one
 from tools.measure.rivals.worker import Worker
 
 SHORT_TOKENS = 512  # of a short prompt, at most
@@ -63,8 +62,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"### {precision}\n\n{shown('rivals', by_contender(found))}\n")
     for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
-    print("specsplit over the best rival, median and range over rounds:")
-    print("\n".join(report.aim_lines(figures["best"])))
+    print(shown("rivals_best", figures["best"]))
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -76,8 +74,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     asked = contexts_of(args, tokenizer)
     room = min(manifest.target.max_length for manifest in manifests.values())
     options = options_of(args, asked, tokenizer, room, may_end=True)
-    bundle_files = {name: manifest.files for name, manifest in manifests.items()}
-    journal = journal_of(args, asked, options, bundle_files, args.rival)
     figures: dict[str, Any] = {
         **about(args, asked),
         "threads": options.threads,
@@ -98,10 +94,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             args.model is None,
         )
         rivals = [rival for rival in RIVALS if rival.name in args.rival]
-        finished, failed = let_all_run(args, race, own, rivals, options, journal)
+        rows, finished, failed = let_all_run(args, race, own, rivals, options)
         figures["failed"] += [{**each, "precision": precision} for each in failed]
         engines = {each.name: each.engine for each in finished}
-        rows = race.rows(journal, engines)
         figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
         choices = None
         if (exact := args.bundles / "fp32").is_dir():
@@ -151,26 +146,6 @@ def options_of(
     )
 
 
-def journal_of(
-    args: argparse.Namespace,
-    asked: Sequence[Context],
-    options: Options,
-    bundle_files: Any,
-    who: object,
-) -> Journal:
-    """Opens the file of answers beside --json, for these prompts, settings and contenders."""
-    settings = {
-        "prompts": {each.name: each.digest for each in asked},
-        "max_new_tokens": args.max_new_tokens,
-        "options": [options.threads, options.lookup_tokens, options.lookup_ngram, options.may_end],
-        "profile": not args.no_profile,
-        "bundles": bundle_files,
-        "versions": {rival.name: rival.environment.steps for rival in RIVALS},
-        "contenders": who,
-    }
-    return Journal(args.json.with_suffix(".rows.jsonl"), settings)
-
-
 def about(args: argparse.Namespace, asked: Sequence[Context]) -> dict[str, Any]:
     """Returns what both files of figures say of a run."""
     return {
@@ -193,33 +168,21 @@ def let_all_run(
     own: Sequence[Contender],
     rivals: Sequence[Rival],
     options: Options,
-    journal: Journal,
-) -> tuple[list[Contender], list[dict[str, str]]]:
-    """Makes the rivals ready and runs whatever of the race the journal lacks, with all workers
-    open; returns who finished, and who did not with the reason."""
-    contenders, failed = [*own], []
+) -> tuple[list[Row], list[Contender], list[dict[str, str]]]:
+    """Makes the rivals ready and runs the race with all workers open; returns its rows, who
+    finished, and who did not with the reason."""
+    contenders, failed, reasons = [*own], [], dict[str, str]()
     files = TargetFiles(target.resolve(args.model), args.work)
     for rival in rivals:
         try:
             contenders += field.of_rival(rival, race.precision, files, options)
         except RivalError as error:
             failed.append(_failure(rival.title, rival.title, race.precision, error))
-    if not race.is_over([each.name for each in contenders], journal):
-        failed += _let_run(race, contenders, journal, args.work / "logs" / args.json.stem)
-    lost = {each["name"] for each in failed}
-    return [each for each in contenders if each.name not in lost], failed
-
-
-def _let_run(
-    race: Race, contenders: Sequence[Contender], journal: Journal, logs: Path
-) -> list[dict[str, str]]:
-    """Starts all workers, runs the race and returns who failed."""
-    reasons = {}
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for each in contenders:
             say(f"{race.precision}: opening {each.name}")
-            log = logs / f"{race.precision} {each.name}.log"
+            log = args.work / "logs" / args.json.stem / f"{race.precision} {each.name}.log"
             try:
                 workers[each.name] = Worker(each.command, each.settings, log)
             except RivalError as error:
@@ -227,12 +190,12 @@ def _let_run(
                 say(f"{each.name} is left out: {error}")
                 continue
             stack.callback(workers[each.name].close)
-        reasons |= race.run(workers, journal, say)
-    return [
-        _failure(each.name, each.engine, each.mode, reasons[each.name])
-        for each in contenders
-        if each.name in reasons
-    ]
+        rows, others = race.run(workers, say)
+    reasons |= others
+    for each in contenders:
+        if each.name in reasons:
+            failed.append(_failure(each.name, each.engine, each.mode, reasons[each.name]))
+    return rows, [each for each in contenders if each.name not in reasons], failed
 
 
 def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str]:

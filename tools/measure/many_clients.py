@@ -13,8 +13,7 @@ are open together, one answers while the others wait, and whose turn comes first
 Tokens a second are those of all clients together, the prompts' passes included. The first token
 counts from when its prompt is sent. Gaps are those between parts of one answer, of one token or
 several. A column says how many answers equal ours of one at a time; the file says where the others
-part. Loads are kept in OUT with .rows.jsonl in place of .json: the same command goes on where it
-was stopped. A rival that cannot be installed, built or run is named with its reason.
+part. A rival that cannot be installed, built or run is named with its reason.
 
 --model names what a bundle of another model was built from, a GGUF file.
 """
@@ -26,7 +25,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.measure import provenance
 from spec_runtime.text.tokenizer import Tokenizer
 from tools.docs.render import shown
 from tools.figures import command_line, parse, run
@@ -34,7 +32,6 @@ from tools.measure.compare_rivals import (
     about,
     add_flags,
     contexts_of,
-    journal_of,
     keep,
     let_all_run,
     options_of,
@@ -57,10 +54,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     modes = field.our_modes_for_many(args.parallel)
     own = field.ours(args.bundle, precision, options, modes, not args.no_profile)
     rivals = [each for each in field.for_many(precision) if each.name in args.rival]
-    who = [args.rival, args.parallel, provenance.git_commit()]
-    journal = journal_of(args, asked, options, manifest.files, who)
-    finished, failed = let_all_run(args, race, own, rivals, options, journal)
-    rows = race.rows(journal, [each.name for each in finished])
+    rows, finished, failed = let_all_run(args, race, own, rivals, options)
     found = report.summarise_many(rows, finished)
     figures = {
         **about(args, asked),
@@ -79,8 +73,7 @@ def main(words: Sequence[str] | None = None) -> None:
     print(shown("many_clients", figures["rows"]) + "\n")
     for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
-    for each in figures["best"]:
-        print(report.line_of_many(each))
+    print(shown("many_clients_best", figures["best"]))
 
 
 def parser() -> argparse.ArgumentParser:
