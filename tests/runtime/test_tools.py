@@ -523,14 +523,18 @@ def test_a_strict_call_is_exact_in_a_form_that_a_row_adds(monkeypatch: pytest.Mo
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
     name = r"(?P<name>[\w-][\w.-]{0,127})"
     form = {"open_pattern": rf"<\|use:{name}(?: now)?\s*", "content": "json"}
-    listed = {"open_pattern": rf"@{name}=", "next_pattern": rf"~{name}=", "content": "json"}
+    listed = {"open_pattern": rf"@\{{{name}=", "next_pattern": rf"\{{{name}=", "content": "json"}
     thinking = {"reasoning_content": {"open": "<", "close": "|end|"}, "tool_calls": form}
     monkeypatch.setattr(tools, "CALLS", (*tools.CALLS, listed))
     monkeypatch.setattr(tools, "THINKING", {**tools.THINKING, "|end|": thinking})
     function = {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}
     kind = strict_calls([{"function": {"strict": True, **function}}])
     assert kind is not None
-    for text in ('<|use:f now{"n": @}', '@f={"n": 1}, {"n": 2}', '@f={"n": 1}, ~f={"n": @}'):
+    for text in (
+        '<|use:f now{"n": @}',
+        '@{f={"n": 1}}, {g={"n": "3"}}',
+        '@{f={"n": 1}}, {f={"n": @}}',
+    ):
         assert follows(kind, text.replace("@}", "3}"))
         assert follows(kind, text.replace("@}", '"3"}')) == ("@}" not in text)
     assert follows(kind, '<|use:g now{"n": "3"}'), "another tool"

@@ -105,7 +105,7 @@ class Worker:
         line = self._process.stdout.readline()
         late.cancel()
         if line.endswith(b"\n"):
-            return line
+            return line[:-1]
         if time.monotonic() - begun >= seconds:
             raise RivalError(f"no answer within {seconds:.0f} s")
         raise RivalError(f"the worker ended: {self._last_words()}")
