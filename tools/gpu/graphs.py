@@ -1,9 +1,4 @@
-"""Makes, feeds and times graphs for tools/gpu/check.py: random ones or those of a bundle.
-
-A random target has one decoder layer's weights in all its layers. Its file stays small (a tensor is
-stored once), yet at the size of a 7B model every layer streams its weights from device memory: a
-layer (0.4 GB) is far larger than any L2 cache (0.05 GB). LM head and embedding are one table.
-"""
+"""Makes, feeds and times graphs of random targets for tools/gpu/check.py."""
 
 from __future__ import annotations
 
@@ -136,45 +131,14 @@ def milliseconds(
 
 
 def random_backbone(shape: Shape, context: int, precision: str) -> Any:
-    """Makes a Llama of this shape, all of whose layers are one and the same module."""
+    """Returns the decoder of a random Llama of this shape."""
     import torch
 
-    from spec_export.model import decoder
-    from spec_export.model.config import rotary_tables
+    from spec_export.model.decoder import Backbone
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(num_out: int, num_in: int) -> Any:
-        return torch.randn(num_out, num_in, dtype=dtype, generator=generator) * num_in**-0.5
-
-    def norm() -> Any:
-        return decoder.RMSNorm(torch.ones(D, dtype=dtype), config.norm_eps)
-
-    D, M, H, G = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads
-    config = decoder.DecoderConfig(
-        family="llama",
-        vocab_size=shape.vocab_size,
-        hidden_size=D,
-        intermediate_size=M,
-        num_layers=shape.num_layers,
-        num_heads=H,
-        num_kv_heads=G,
-        head_dim=shape.head_dim,
-        rotary_dim=shape.head_dim,
-        norm_eps=1e-5,
-        max_length=context,
-        scratch=SCRATCH,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-    )
-    qkv = decoder.Projection(weight((H + 2 * G) * shape.head_dim, D))
-    out = decoder.Projection(weight(D, H * shape.head_dim))
-    mlp = decoder.GatedMLP(decoder.Projection(weight(2 * M, D)), decoder.Projection(weight(D, M)))
-    layer = decoder.Layer(norm(), decoder.Attention(config, qkv, out), norm(), mlp)
-    tables = rotary_tables(None, config)
-    table = weight(shape.vocab_size, D)
-    layers = [layer] * shape.num_layers
-    return decoder.Backbone(config, table, layers, norm(), None, tables).eval()
+    model = random_llama(shape, shape.hidden_size**-0.5).to(dtype)
+    return Backbone.from_transformers(model, max_length=context, scratch=SCRATCH).eval()
 
 
 def trace_target(backbone: Any) -> Any:
@@ -252,7 +216,6 @@ def random_bundle(folder: Path, shape: Shape, device: str) -> Path:
 def random_target(folder: Path, shape: Shape) -> Any:
     """Writes a random Llama of this shape, whose tokens are characters, and returns it."""
     import tokenizers
-    import torch
     import transformers
 
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
@@ -262,6 +225,17 @@ def random_target(folder: Path, shape: Shape) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
     )
+    model = random_llama(shape)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def random_llama(shape: Shape, deviation: float = 0.3) -> Any:
+    """Returns a Llama of this shape, whose weights have this standard deviation."""
+    import torch
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -269,14 +243,12 @@ def random_target(folder: Path, shape: Shape) -> Any:
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=RANDOM_CONTEXT,
-        initializer_range=0.3,
+        initializer_range=deviation,
         bos_token_id=0,
         eos_token_id=1,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
+        return transformers.LlamaForCausalLM(config)
