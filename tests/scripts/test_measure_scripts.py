@@ -228,7 +228,9 @@ def test_every_stage_is_a_command_that_its_program_understands(
     for stage in every:
         _, how, first, verb, *_ = stage.words
         if how == "-c":
-            first = f"{first.split('; from ')[1].split()[0]} {verb}"
+            first = first.split("; from ")[1].split()[0]
+        if not verb.startswith("-"):
+            first = f"{first} {verb}"
         if first not in helped:
             package, *words = first.split()
             with pytest.raises(SystemExit):

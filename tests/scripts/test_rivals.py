@@ -19,7 +19,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.measure.prompts import BenchPrompt
 from tools.docs import render, results
 from tools.docs.rows import by_contender
-from tools.measure import compare_rivals, many_clients
+from tools.measure import compare_rivals
 from tools.measure.rivals import contexts, environments, fidelity, field, race, report
 from tools.measure.rivals.environments import Environment, RivalError
 from tools.measure.rivals.field import LANES, OURS, PLAIN, Contender, Form, Options, Rival
@@ -374,7 +374,7 @@ def test_rivals_are_compared_and_who_fails_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out.json"
-    words = [*asking, "--bundles", str(tmp_path), "--precision", "fp32", "--limit", "1"]
+    words = ["alone", *asking, "--bundles", str(tmp_path), "--precision", "fp32", "--limit", "1"]
     compare_rivals.main(words)
     found = json.loads(out.read_text())
     contenders = found["precisions"]["fp32"]["short"]
@@ -399,8 +399,18 @@ def test_many_clients_are_answered_and_who_fails_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*asking, "--bundle", str(tmp_path / "fp32"), "--clients", "1", "3", "--parallel", "2"]
-    many_clients.main(words)
+    words = [
+        "many",
+        *asking,
+        "--bundle",
+        str(tmp_path / "fp32"),
+        "--clients",
+        "1",
+        "3",
+        "--parallel",
+        "2",
+    ]
+    compare_rivals.main(words)
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["precision"] == "fp32"
     rows = {(each["contender"], each["clients"]): each for each in found["rows"]}
@@ -423,7 +433,7 @@ def test_a_rival_that_is_installed_answers_several_at_a_time(name: str, tmp_path
     work = Path(__file__).parents[2] / "runs/rivals"
     rival = next(each for each in field.for_many("int8") if each.name == name)
     if not (rival.environment.folder(work) / environments.STAMP).is_file():
-        pytest.skip(f"{rival.title} is not installed under runs/rivals, see many_clients.py")
+        pytest.skip(f"{rival.title} is not installed under runs/rivals, see compare_rivals.py")
     files = TargetFiles(target.resolve(None), work)
     options = Options(1, (2,), 256, 5, 3, may_end=False)
     for each in field.of_rival(rival, "int8", files, options):

@@ -609,7 +609,7 @@ def soak(
 
     with shared_engine(folder, parallel, prompts) as shared:
         asking: list[Worker] = [Caller(*about(i), engines) for i in range(workers)]
-        clients = parallel + parallel // 2 + 1 if parallel else 0
+        clients = parallel + parallel // 2 + 1
         asking += [Client(*about(workers + i), *shared) for i in range(clients)]
         started = time.monotonic()
         deadline = started + seconds
@@ -631,22 +631,16 @@ def soak(
 
 
 @contextmanager
-def toy_bundle() -> Iterator[Path]:
-    """Gives a bundle of a tiny target that has learned to repeat words, and a drafter that often
-    guesses them; needs the extra `export`."""
-    sys.path.insert(0, str(ROOT / "tests/export"))
-    from workshop import FluentWorkshop
-
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        yield FluentWorkshop(Path(folder)).bundle("medusa")
-
-
-@contextmanager
 def chosen_bundle(folder: Path | None, is_toy: bool) -> Iterator[Path]:
-    """Gives the bundle to soak; raises UserError if it is not fp32."""
+    """Gives the bundle to soak: that of a tiny target that has learned to repeat words, with a
+    drafter that often guesses them (which needs the extra `export`), or the one that is asked for;
+    raises UserError if it is not fp32."""
     if is_toy:
-        with toy_bundle() as made:
-            yield made
+        sys.path.insert(0, str(ROOT / "tests/export"))
+        from workshop import FluentWorkshop
+
+        with tempfile.TemporaryDirectory(prefix="soak-") as made:
+            yield FluentWorkshop(Path(made)).bundle("medusa")
         return
     folder = folder or bundles.find()
     precision = manifest_of(folder).target.precision

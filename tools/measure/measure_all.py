@@ -35,6 +35,7 @@ WORDS = {
     "bench": "spec_runtime bench --max-new-tokens 128 --no-profile --prompts {prompts}",
     "audit": "spec_runtime audit --limit 60 --max-new-tokens 32 --prompts {prompts}",
     "compare": "tools.measure.compare",
+    "rivals": "tools.measure.compare_rivals",
     "given": "--max-new-tokens 128 --prompts {prompts}",
     "short": "--max-new-tokens 64",
     "some": "--max-new-tokens 64 --prompts {prompts} --limit",
@@ -56,8 +57,8 @@ acceptance-{} | int8 | 0 | {compare} acceptance {some} 60
 transformers-{} | fp32 | 1 | {compare} transformers {given} --limit 20
 check | none | 1 | spec_export check --precision fp32 --precision int8 --precision int4
 spec-bench-{} | fp32 int8 | 0 | {bench}
-many-clients-{} | fp32 int8 | 0 | tools.measure.many_clients {short} --prompts {prompts}
-rivals | all | 0 | tools.measure.compare_rivals {given} --limit 8 --long-limit 4 --rounds 3
+many-clients-{} | fp32 int8 | 0 | {rivals} many {short} --prompts {prompts}
+rivals | all | 0 | {rivals} alone {given} --limit 8 --long-limit 4 --rounds 3
 """
 IMPORT = "from {}.cli import main; main()"
 
