@@ -363,7 +363,7 @@ def test_a_graph_that_cannot_be_opened_fails_and_the_others_go_on(
 def distort_the_device(monkeypatch: pytest.MonkeyPatch, name: str, offset: float) -> None:
     """Changes what the function of same.py, or of what it uses, finds first: the device's."""
     place, found = (same.audit, "replay") if name == "replay" else (same, name)
-    real, changed = getattr(place, found), []
+    real, changed = getattr(place, found), list[Any]()
 
     def distorted(*arguments: Any) -> Any:
         right = real(*arguments)
