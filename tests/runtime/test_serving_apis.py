@@ -60,14 +60,6 @@ def client() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Any]:
-    """Gives a client of an engine that can be made to call a tool."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    with in_process(tool_engine()) as made:
-        yield made
-
-
 # ---- answers ----
 
 SHOWN: dict[Api, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from apis import APIS, COMPLETIONS_API, FUNCTION, Api
 from pydantic import BaseModel
-from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process, tool_engine
+from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process
 
 from spec_runtime.serve.anthropic.requests import MessagesRequest
 from spec_runtime.serve.errors import FIELDS as FIELDS_ELSEWHERE
@@ -29,14 +29,6 @@ VALUE, LENGTH, MISSING = "invalid_value", "context_length_exceeded", "missing_re
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     with in_process(max_body=20_000, max_prompt=300) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Any]:
-    """Gives a client of an engine that can keep answers inside grammars."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    with in_process(tool_engine()) as made:
         yield made
 
 

@@ -15,6 +15,7 @@ from bpe_tokenizer import BpeTokenizer
 from counting import calls_in
 from toy_engine import make_engine
 
+from spec_runtime.dialogue import tools
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.families import FAMILIES
 from spec_runtime.dialogue.reader import Part, ResponseReader, joined, parse_calls
@@ -515,6 +516,28 @@ def test_arguments_of_a_strict_tool_are_exact_in_free_text() -> None:
             changed = said.replace('"days": 3', wrong)
             assert is_free(changed) == (changed == said), changed
         assert is_free(said.replace("get_weather", "weather").replace('"days": 3', "2"))
+
+
+def test_a_strict_call_is_exact_in_a_form_that_a_row_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in one that only a thinking model writes, which has an end that may be left out."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    name = r"(?P<name>[\w-][\w.-]{0,127})"
+    form = {"open_pattern": rf"<\|use:{name}(?: now)?\s*", "content": "json"}
+    listed = {"open_pattern": rf"@\{{{name}=", "next_pattern": rf"\{{{name}=", "content": "json"}
+    thinking = {"reasoning_content": {"open": "<", "close": "|end|"}, "tool_calls": form}
+    monkeypatch.setattr(tools, "CALLS", (*tools.CALLS, listed))
+    monkeypatch.setattr(tools, "THINKING", {**tools.THINKING, "|end|": thinking})
+    function = {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}
+    kind = strict_calls([{"function": {"strict": True, **function}}])
+    assert kind is not None
+    for text in (
+        '<|use:f now{"n": @}',
+        '@{f={"n": 1}}, {g={"n": "3"}}',
+        '@{f={"n": 1}}, {f={"n": @}}',
+    ):
+        assert follows(kind, text.replace("@}", "3}"))
+        assert follows(kind, text.replace("@}", '"3"}')) == ("@}" not in text)
+    assert follows(kind, '<|use:g now{"n": "3"}'), "another tool"
 
 
 def test_a_strict_call_is_exact_whatever_is_drafted() -> None:
