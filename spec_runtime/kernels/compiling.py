@@ -13,7 +13,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
 NAME = "specsplit-kernels.so"
-FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fno-math-errno -fPIC -shared -fvisibility=hidden".split()
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared"]
+FLAGS += ["-fvisibility=hidden"]
 BUILD_SECONDS = 300.0
 
 

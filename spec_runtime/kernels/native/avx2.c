@@ -11,8 +11,7 @@ enum { IS_UNSIGNED = 1 };
 enum { IS_UNSIGNED = 0 };
 #endif
 #define FUNCTION TARGET static inline __attribute__((always_inline))
-enum { V = 32, LANES = 8, COLUMNS = 2 };
-#define MAX_ROWS 4
+enum { V = 32, LANES = 8 };
 typedef __m256i VB, VI;
 typedef __m256 VF;
 
@@ -26,28 +25,18 @@ FUNCTION VI first(long n) {
 }
 FUNCTION VF first_f(const float *p, long n) { return _mm256_maskload_ps(p, first(n)); }
 FUNCTION void store_first(float *p, VF a, long n) { _mm256_maskstore_ps(p, first(n), a); }
-FUNCTION VF spread_f(const float *p, long n, VI spread) {
-  if (n == 1) return _mm256_broadcast_ss(p);
-  __m128 few = _mm_maskload_ps(p, _mm256_castsi256_si128(first(n)));
-  return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(few), spread);
-}
-FUNCTION VI zero_i(void) { return _mm256_setzero_si256(); }
+FUNCTION VI set_i(int value) { return _mm256_set1_epi32(value); }
 FUNCTION VI load_i(const int *p) { return _mm256_loadu_si256((const __m256i *)p); }
 FUNCTION void store_i(int *p, VI a) { _mm256_storeu_si256((__m256i *)p, a); }
 FUNCTION VF to_float(VI a) { return _mm256_cvtepi32_ps(a); }
 FUNCTION VB all_b(const unsigned char *p) { return _mm256_loadu_si256((const __m256i *)p); }
-FUNCTION VB load_b(const unsigned char *p, long n) {
-  if (n == V) return all_b(p);
-  unsigned char few[V] = {0};
-  memcpy(few, p, n);
-  return all_b(few);
-}
 FUNCTION VB four_b(const unsigned char *p) { return _mm256_set1_epi32(*(const int *)p); }
 FUNCTION VB low_half(VB w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 FUNCTION VB high_half(VB w) { return low_half(_mm256_srli_epi16(w, 4)); }
 #ifdef AVX_VNNI
 FUNCTION VI dot8(VB w, VB x, VI sum) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
-FUNCTION VI dot4(VB low, VB high, VB x0, VB x1) { return dot8(high, x1, dot8(low, x0, zero_i())); }
+FUNCTION VI add4(VB low, VB high, VB x0, VB x1, VI sum) { return dot8(high, x1, dot8(low, x0, sum)); }
+FUNCTION VI sum4(VI sum) { return sum; }
 #else
 FUNCTION VI in_pairs(VI sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // In 16 bits, the sums of two products are at most 2 * 128 * 127, with weights made signed.
@@ -56,30 +45,31 @@ FUNCTION VI dot8(VB w, VB x, VI sum) {
   VI pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(is), _mm256_sign_epi8(x, is));
   return _mm256_add_epi32(sum, in_pairs(pairs));
 }
-// In 16 bits, the sums of four products are at most 4 * 15 * 127.
-FUNCTION VI dot4(VB low, VB high, VB x0, VB x1) {
-  return in_pairs(_mm256_add_epi16(_mm256_maddubs_epi16(low, x0), _mm256_maddubs_epi16(high, x1)));
+// In 16 bits: of 32 values, each half of a word gets 16 products, at most 16 * 15 * 127.
+FUNCTION VI add4(VB low, VB high, VB x0, VB x1, VI sum) {
+  VI pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, x0), _mm256_maddubs_epi16(high, x1));
+  return _mm256_add_epi16(sum, pairs);
 }
+FUNCTION VI sum4(VI sum) { return in_pairs(sum); }
 #endif
-FUNCTION VF halves_f(unsigned long long packed) {
-  __m128i v = _mm_cvtsi64_si128((long long)packed), mask = _mm_set1_epi8(15);
-  __m128i low = _mm_and_si128(v, mask), high = _mm_and_si128(_mm_srli_epi16(v, 4), mask);
-  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
-}
 
-// Adds the lanes of each of 8 vectors: lane i of the result is the sum of vector i.
-FUNCTION VF add_lanes(const VF v[8]) {
-  VF half[2];
-  for (int i = 0; i < 2; i++) {
-    const VF *a = v + 4 * i;
-    VF ab = add_f(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
-    VF cd = add_f(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
-    __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
-    half[i] = add_f(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)),
-                    _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+// Turns 8 rows of 8 words of four bytes into 8 vectors: vector i has word i of each row.
+FUNCTION void transpose(const unsigned char *rows, long stride, unsigned char *to) {
+  VB t[2][4];
+  for (int q = 0; q < 2; q++) {
+    VB row[4];
+    for (int j = 0; j < 4; j++) row[j] = all_b(rows + (4 * q + j) * stride);
+    VB low0 = _mm256_unpacklo_epi32(row[0], row[1]), high0 = _mm256_unpackhi_epi32(row[0], row[1]);
+    VB low1 = _mm256_unpacklo_epi32(row[2], row[3]), high1 = _mm256_unpackhi_epi32(row[2], row[3]);
+    t[q][0] = _mm256_unpacklo_epi64(low0, low1);
+    t[q][1] = _mm256_unpackhi_epi64(low0, low1);
+    t[q][2] = _mm256_unpacklo_epi64(high0, high1);
+    t[q][3] = _mm256_unpackhi_epi64(high0, high1);
   }
-  return add_f(_mm256_permute2f128_ps(half[0], half[1], 0x20),
-               _mm256_permute2f128_ps(half[0], half[1], 0x31));
+  for (int i = 0; i < 4; i++) {
+    store_i((int *)(to + 32 * i), _mm256_permute2x128_si256(t[0][i], t[1][i], 0x20));
+    store_i((int *)(to + 32 * (4 + i)), _mm256_permute2x128_si256(t[0][i], t[1][i], 0x31));
+  }
 }
 
 // Makes of four rows of 32 columns four vectors, each with four values of 8 columns: those of

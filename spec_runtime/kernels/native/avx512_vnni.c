@@ -4,8 +4,7 @@
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")))
 #define FUNCTION TARGET static inline __attribute__((always_inline))
-enum { V = 64, LANES = 16, COLUMNS = 2, IS_UNSIGNED = 1 };
-#define MAX_ROWS 8
+enum { V = 64, LANES = 16, IS_UNSIGNED = 1 };
 typedef __m512i VB, VI;
 typedef __m512 VF;
 
@@ -17,45 +16,42 @@ FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
 FUNCTION __mmask16 first(long n) { return (__mmask16)((1u << n) - 1); }
 FUNCTION VF first_f(const float *p, long n) { return _mm512_maskz_loadu_ps(first(n), p); }
 FUNCTION void store_first(float *p, VF a, long n) { _mm512_mask_storeu_ps(p, first(n), a); }
-FUNCTION VF spread_f(const float *p, long n, VI spread) {
-  return _mm512_permutexvar_ps(spread, first_f(p, n));
-}
-FUNCTION VI zero_i(void) { return _mm512_setzero_si512(); }
+FUNCTION VI set_i(int value) { return _mm512_set1_epi32(value); }
 FUNCTION VI load_i(const int *p) { return _mm512_loadu_si512(p); }
 FUNCTION void store_i(int *p, VI a) { _mm512_storeu_si512(p, a); }
 FUNCTION VF to_float(VI a) { return _mm512_cvtepi32_ps(a); }
 FUNCTION VB all_b(const unsigned char *p) { return _mm512_loadu_si512(p); }
-FUNCTION VB load_b(const unsigned char *p, long n) {
-  return _mm512_maskz_loadu_epi8(~0ull >> (64 - n), p);
-}
 FUNCTION VB four_b(const unsigned char *p) { return _mm512_set1_epi32(*(const int *)p); }
 FUNCTION VB low_half(VB w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 FUNCTION VB high_half(VB w) { return low_half(_mm512_srli_epi16(w, 4)); }
 // The sums of four products, at most 255 * 127 each, are added in 32 bits.
 FUNCTION VI dot8(VB w, VB x, VI sum) { return _mm512_dpbusd_epi32(sum, w, x); }
-FUNCTION VI dot4(VB low, VB high, VB x0, VB x1) { return dot8(high, x1, dot8(low, x0, zero_i())); }
-FUNCTION VF halves_f(unsigned long long packed) {
-  __m128i v = _mm_cvtsi64_si128((long long)packed), mask = _mm_set1_epi8(15);
-  __m128i low = _mm_and_si128(v, mask), high = _mm_and_si128(_mm_srli_epi16(v, 4), mask);
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
-}
+FUNCTION VI add4(VB low, VB high, VB x0, VB x1, VI sum) { return dot8(high, x1, dot8(low, x0, sum)); }
+FUNCTION VI sum4(VI sum) { return sum; }
 
-// Adds the lanes of each of 16 vectors: lane i of the result is the sum of vector i.
-FUNCTION VF add_lanes(const VF v[16]) {
-  VF quarter[4];
-  for (int i = 0; i < 4; i++) {
-    const VF *a = v + 4 * i;
-    VF ab = add_f(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    VF cd = add_f(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-    quarter[i] = add_f(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+// Turns 16 rows of 16 words of four bytes into 16 vectors: vector i has word i of each row.
+FUNCTION void transpose(const unsigned char *rows, long stride, unsigned char *to) {
+  VB t[4][4];
+  for (int q = 0; q < 4; q++) {
+    VB row[4];
+    for (int j = 0; j < 4; j++) row[j] = all_b(rows + (4 * q + j) * stride);
+    VB low0 = _mm512_unpacklo_epi32(row[0], row[1]), high0 = _mm512_unpackhi_epi32(row[0], row[1]);
+    VB low1 = _mm512_unpacklo_epi32(row[2], row[3]), high1 = _mm512_unpackhi_epi32(row[2], row[3]);
+    t[q][0] = _mm512_unpacklo_epi64(low0, low1);
+    t[q][1] = _mm512_unpackhi_epi64(low0, low1);
+    t[q][2] = _mm512_unpacklo_epi64(high0, high1);
+    t[q][3] = _mm512_unpackhi_epi64(high0, high1);
   }
-  VF low = add_f(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x88),
-                 _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xDD));
-  VF high = add_f(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x88),
-                  _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xDD));
-  return add_f(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xDD));
+  for (int i = 0; i < 4; i++) {
+    VB even0 = _mm512_shuffle_i32x4(t[0][i], t[1][i], 0x88);
+    VB even1 = _mm512_shuffle_i32x4(t[2][i], t[3][i], 0x88);
+    VB odd0 = _mm512_shuffle_i32x4(t[0][i], t[1][i], 0xDD);
+    VB odd1 = _mm512_shuffle_i32x4(t[2][i], t[3][i], 0xDD);
+    _mm512_store_si512(to + 64 * i, _mm512_shuffle_i32x4(even0, even1, 0x88));
+    _mm512_store_si512(to + 64 * (4 + i), _mm512_shuffle_i32x4(odd0, odd1, 0x88));
+    _mm512_store_si512(to + 64 * (8 + i), _mm512_shuffle_i32x4(even0, even1, 0xDD));
+    _mm512_store_si512(to + 64 * (12 + i), _mm512_shuffle_i32x4(odd0, odd1, 0xDD));
+  }
 }
 
 // Makes of four rows of 64 columns four vectors, each with four values of 16 columns: those of

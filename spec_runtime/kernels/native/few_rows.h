@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ACTIVATIONS = 32 };  // values of a row that share a scale
+enum { ACTIVATIONS = 32 };  // the most values of a row that share a scale
 
 // A product's weights, as they lie in the bundle.
 typedef struct {
@@ -18,11 +18,11 @@ typedef struct {
   const float *bias;      // f32[N] or null
 } Product;
 
-// Rows quantised to s8. A record holds one: K values, padded with zeros, in the order in which
-// weights meet them; the scale, and minus 128 times the sum, of the values of each int32 lane; and
-// the sum of each block of weights, as float. With bits 0 scale and sum are those of the row.
+// Rows quantised to s8. A record holds one: its K values, in the order in which weights meet them,
+// and for each step of values the scale, -128 * their sum, and their sum times the scale. With
+// bits 0 the whole row is a step. Places are in bytes.
 typedef struct {
-  int64_t lanes, scale_at, start_at, sum_at, size;  // in bytes, but lanes
+  int64_t scale_at, start_at, sum_at, size;
 } Record;
 
 typedef struct {
@@ -30,9 +30,9 @@ typedef struct {
   int64_t columns;  // calls of `multiply` begin best at multiples of it
   Record (*layout)(const Product *);
   void (*quantise)(const Product *, const Record *, const float *x, uint8_t *record);
-  // Computes columns [first, end) of y f32[rows, N].
-  void (*multiply)(const Product *, const Record *, const uint8_t *records, int64_t rows,
-                   float *y, int64_t first, int64_t end);
+  // Computes columns [first, end) of y f32[rows, N]; returns 0 if there is no memory.
+  int (*multiply)(const Product *, const Record *, const uint8_t *records, int64_t rows,
+                  float *y, int64_t first, int64_t end);
 } Instructions;
 
 extern const Instructions portable;

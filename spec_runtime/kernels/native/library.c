@@ -195,6 +195,7 @@ typedef struct {
   float *y;
   uint8_t *records;
   int64_t rows, columns;  // of a task
+  int is_short_of_memory;
 } Call;
 
 static void quantise_row(void *data, size_t row) {
@@ -205,11 +206,13 @@ static void quantise_row(void *data, size_t row) {
 }
 
 static void multiply_columns(void *data, size_t task) {
-  const Call *call = data;
+  Call *call = data;
   const Kernel *k = call->kernel;
   int64_t first = task * call->columns, end = first + call->columns;
-  k->instructions->multiply(&k->product, &k->record, call->records, call->rows, call->y, first,
-                            end < k->product.N ? end : k->product.N);
+  if (end > k->product.N) end = k->product.N;
+  if (!k->instructions->multiply(&k->product, &k->record, call->records, call->rows, call->y,
+                                 first, end))
+    __atomic_store_n(&call->is_short_of_memory, 1, __ATOMIC_RELAXED);
 }
 
 // Runs the tasks one after another, or on ONNX Runtime's threads.
@@ -251,6 +254,8 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   int is_small = rows * p->K * p->N < FEW_PRODUCTS;
   if (!status) status = run(api, context, multiply_columns, tasks, is_small, &call);
   free(memory);
+  if (!status && call.is_short_of_memory)
+    return ORT(api, CreateStatus)(ORT_FAIL, "FewRows: got no memory");
   return status;
 }
 

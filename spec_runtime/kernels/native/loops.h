@@ -3,31 +3,31 @@
 // Included once for each instruction set, which has defined before:
 //   V, LANES          bytes, and int32 or float lanes, of a vector
 //   VB, VI, VF        vectors of bytes, int32, float
-//   MAX_ROWS, COLUMNS rows and columns of weights whose sums are kept in registers
 //   IS_UNSIGNED       whether dot8 takes weights as unsigned, so that sums begin at -128 * sum(x)
 //   TARGET            the attribute of all functions
 //   and the functions on these vectors that are used below.
 // A row's float operations come in one order, whatever rows and columns are computed beside it:
 // its results are the same bit for bit.
+#include <stdlib.h>
 #include <string.h>
 
 #include "few_rows.h"
 
 #define INLINE TARGET static inline __attribute__((always_inline))
 #define MAGIC 12582912.0f  // 1.5 * 2^23: added to a float, its lowest bits are the nearest integer
-enum { SLAB = 256, MANY = 32, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000 };
+enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000 };
 
 INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
+// Returns how many values of a row share a scale: never those of two blocks of weights.
+INLINE int64_t step_of(const Product *p) { return p->block < ACTIVATIONS ? p->block : ACTIVATIONS; }
+
 TARGET static Record layout(const Product *p) {
-  int64_t group = p->bits == 4 ? 2 * V : V;
-  int64_t values = up_to(p->K, p->bits == 0 ? 4 : group < ACTIVATIONS ? ACTIVATIONS : group);
-  Record l = {.lanes = p->bits == 0 ? 1 : values / (p->bits == 4 ? 8 : 4)};
-  l.scale_at = up_to(values, ALIGNED);
-  l.start_at = l.scale_at + up_to(4 * l.lanes, ALIGNED);
-  l.sum_at = l.start_at + (p->bits == 4 ? 0 : up_to(4 * l.lanes, ALIGNED));
-  int has_sums = p->bits != 0 && (p->zero || p->minimum);
-  l.size = l.sum_at + (has_sums ? up_to(4 * p->blocks, ALIGNED) : 0);
+  int64_t steps = p->bits == 0 ? 1 : p->K / step_of(p);
+  Record l = {.scale_at = up_to(p->K + 3, ALIGNED)};
+  l.start_at = l.scale_at + up_to(4 * steps, ALIGNED);
+  l.sum_at = l.start_at + up_to(4 * steps, ALIGNED);
+  l.size = l.sum_at + up_to(4 * steps, ALIGNED);
   return l;
 }
 
@@ -52,140 +52,151 @@ INLINE int8_t nearest(float value) {
 
 // Quantises a row with one scale, as QuantizeLinear does x / max|x| with a scale of 1 / 127.
 INLINE void quantise_whole(const Product *p, const Record *l, const float *x, uint8_t *record) {
-  int8_t *q = (int8_t *)record;
-  int32_t most = largest(x, p->K), sum = 0;
+  const int64_t K = p->K;
+  const int32_t most = largest(x, K);
+  int32_t sum = 0;
+  memset(record, 0, l->size);
   memcpy(record + l->scale_at, &most, 4);
-  if (most == 0 || most >= INFINITE) {
-    memset(q, 0, l->scale_at);
-  } else {
+  if (most != 0 && most < INFINITE) {
     float size, step = 1.0f / 127;
     memcpy(&size, &most, 4);
-    for (int64_t k = 0; k < p->K; k++) q[k] = nearest(x[k] / size / step);
-    for (int64_t k = 0; k < p->K; k++) sum += q[k];
-    memset(q + p->K, 0, l->scale_at - p->K);
+    for (int64_t k = 0; k < K; k += SLAB) {
+      int64_t n = K - k < SLAB ? K - k : SLAB;
+      int8_t q[SLAB];
+      for (int64_t i = 0; i < n; i++) q[i] = nearest(x[k + i] / size / step);
+      for (int64_t i = 0; i < n; i++) sum += q[i];
+      memcpy(record + k, q, n);
+    }
   }
   sum *= -128;
   memcpy(record + l->start_at, &sum, 4);
 }
 
-TARGET static void quantise(const Product *p, const Record *l, const float *x, uint8_t *record) {
-  if (p->bits == 0) {
-    quantise_whole(p, l, x, record);
-    return;
-  }
+INLINE void quantise_steps(const Product *p, const Record *l, const float *x, uint8_t *record,
+                           const int step, const int bits) {
   float *scales = (float *)(record + l->scale_at), *sums = (float *)(record + l->sum_at);
   int32_t *start = (int32_t *)(record + l->start_at);
-  const int64_t lane = p->bits == 4 ? 8 : 4;
-  memset(record, 0, l->size);
-  for (int64_t k = 0; k < p->K; k += ACTIVATIONS) {
-    int64_t n = p->K - k < ACTIVATIONS ? p->K - k : ACTIVATIONS;
-    float values[ACTIVATIONS] = {0}, size;
-    int8_t q[ACTIVATIONS] = {0};
-    memcpy(values, x + k, n * sizeof(float));
-    int32_t most = largest(values, ACTIVATIONS);
+  const int64_t steps = p->K / step;
+  for (int64_t s = 0; s < steps; s++, x += step, record += step) {
+    int8_t q[ACTIVATIONS];
+    float values[ACTIVATIONS], size;
+    memcpy(values, x, step * sizeof(float));
+    const int32_t most = largest(values, step);
     memcpy(&size, &most, 4);
-    float scale = size / 127;
-    if (most < INFINITE && size > 1e-30f) {  // NaN and infinity stay in the scale
-      float inverse = 127 / size;
-      for (int i = 0; i < ACTIVATIONS; i++) q[i] = nearest(values[i] * inverse);
-    }
-    if (p->bits == 4) {
-      uint8_t *to = record + k / (2 * V) * (2 * V) + k % (2 * V) / 2;
-      for (int i = 0; i < ACTIVATIONS / 2; i++) to[i] = (uint8_t)q[2 * i];
-      for (int i = 0; i < ACTIVATIONS / 2; i++) to[V + i] = (uint8_t)q[2 * i + 1];
+    // NaN and infinity stay in the scale, and so does what is too small to be divided by.
+    const int is_plain = most < INFINITE && size > 1e-30f;
+    const float inverse = is_plain ? 127 / size : 0, scale = size / 127;
+    int32_t sum = 0;
+    for (int i = 0; i < step; i++) q[i] = nearest(values[i] * inverse);
+    if (!is_plain) memset(q, 0, sizeof q);
+    for (int i = 0; i < step; i++) sum += q[i];
+    if (bits == 4) {  // values meet the low halves of four bytes, and then the high ones
+      for (int i = 0; i < step; i += 16) {
+        typedef int8_t Sixteen __attribute__((vector_size(16)));
+        Sixteen part;
+        memcpy(&part, q + i, 16);
+        part = __builtin_shufflevector(part, part, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+        memcpy(record + i, &part, 16);
+      }
     } else {
-      memcpy(record + k, q, ACTIVATIONS);
-      for (int i = 0; i < ACTIVATIONS / 4; i++)
-        start[k / 4 + i] = -128 * (q[4 * i] + q[4 * i + 1] + q[4 * i + 2] + q[4 * i + 3]);
+      memcpy(record, q, step);
     }
-    for (int i = 0; i < ACTIVATIONS / lane; i++) scales[k / lane + i] = scale;
-    if (l->size == l->sum_at) continue;
-    for (int half = 0; half < n / 16; half++) {
-      int32_t sum = 0;
-      for (int i = 0; i < 16; i++) sum += q[16 * half + i];
-      sums[(k + 16 * half) / p->block] += scale * (float)sum;
+    scales[s] = scale, start[s] = -128 * sum, sums[s] = scale * (float)sum;
+  }
+}
+
+TARGET static void quantise(const Product *p, const Record *l, const float *x, uint8_t *record) {
+  if (p->bits == 0) quantise_whole(p, l, x, record);
+  else if (p->bits == 4 && p->block == 16) quantise_steps(p, l, x, record, 16, 4);
+  else if (p->bits == 4) quantise_steps(p, l, x, record, ACTIVATIONS, 4);
+  else if (p->block == 16) quantise_steps(p, l, x, record, 16, 8);
+  else quantise_steps(p, l, x, record, ACTIVATIONS, 8);
+}
+
+// What LANES columns have, beside each other: four bytes of each, or a float of each.
+typedef struct {
+  const uint8_t *weights;  // [K * bits / 32, LANES, 4]
+  const float *scales;     // [blocks, LANES]
+  const float *offsets;    // [blocks, stride], or null
+  int64_t stride;
+} Columns;
+
+// Puts `width` rows of `length` bytes beside each other, four bytes of each at a time; LANES rows
+// come out, and a multiple of V bytes of each.
+INLINE void turn(const uint8_t *rows, int64_t length, int64_t width, uint8_t *to) {
+  for (int64_t at = 0; at < length; at += V) {
+    if (width == LANES && length >= V) {
+      if (at > length - V) at = length - V;  // some come twice
+      transpose(rows + at, length, to + at * LANES);
+      continue;
+    }
+    _Alignas(ALIGNED) uint8_t part[LANES * V];
+    memset(part, 0, sizeof part);
+    for (int64_t c = 0; c < width; c++)
+      memcpy(part + c * V, rows + c * length + at, length - at < V ? length - at : V);
+    transpose(part, V, to + at * LANES);
+  }
+}
+
+// Writes what a row's sum of a block is multiplied by: -scale * zero point, and minima.
+INLINE void find_offsets(const Product *p, int64_t n, int64_t width, const float *scales,
+                         float *offsets) {
+  for (int64_t c = 0; c < width; c++) {
+    const uint8_t *zero = p->zero + (n + c) * ((p->blocks + 1) / 2);
+    for (int64_t b = 0; b < p->blocks; b++) {
+      float minimum = p->minimum ? p->minimum[b * p->N + n + c] : 0;
+      float point = (float)(zero[b / 2] >> b % 2 * 4 & 15);
+      offsets[b * LANES + c] = minimum - scales[b * LANES + c] * point;
     }
   }
 }
 
-// Leaves the sums of C columns and R rows in vectors, whose lanes are still to be added.
-INLINE void tile(const Product *p, const Record *l, const uint8_t *records, int64_t n, VI spread,
-                 VF (*sums)[MAX_ROWS], const int bits, const int C, const int R) {
-  const int64_t group = bits == 4 ? 2 * V : V, length = p->K * bits / 8;
-  const int64_t per_group = group > p->block ? group / p->block : 1;
-  VF acc[COLUMNS][MAX_ROWS];
-  const uint8_t *weight[COLUMNS], *zero[COLUMNS];
-  const float *scale[COLUMNS];
-  for (int c = 0; c < C; c++) {
-    int64_t column = n + c < p->N ? n + c : p->N - 1;
-    weight[c] = p->weight + column * length;
-    scale[c] = p->scale + column * p->blocks;
-    zero[c] = p->zero ? p->zero + column * ((p->blocks + 1) / 2) : 0;
-    for (int r = 0; r < R; r++) acc[c][r] = set_f(0);
-  }
-  for (int64_t g = 0, at = 0; at < length; g++, at += V) {
-    int64_t left = length - at < V ? length - at : V, first = g * group / p->block;
-    int64_t num_scales = p->blocks - first < per_group ? p->blocks - first : per_group;
-    VB low[COLUMNS], high[COLUMNS];
-    VF each[COLUMNS];
-    for (int c = 0; c < C; c++) {
-      VB w = load_b(weight[c] + at, left);
-      low[c] = bits == 4 ? low_half(w) : w;
-      high[c] = bits == 4 ? high_half(w) : w;
-      each[c] = spread_f(scale[c] + first, num_scales, spread);
-    }
-    for (int r = 0; r < R; r++) {
-      const uint8_t *x = records + r * l->size;
-      VF x_scale = load_f((const float *)(x + l->scale_at) + g * LANES);
-      const int32_t *start = (const int32_t *)(x + l->start_at) + g * LANES;
-      VB x0 = all_b(x + g * group), x1 = bits == 4 ? all_b(x + g * group + V) : x0;
-      for (int c = 0; c < C; c++) {
-        VI sum = bits == 4 ? dot4(low[c], high[c], x0, x1)
-                           : dot8(low[c], x0, IS_UNSIGNED ? load_i(start) : zero_i());
-        acc[c][r] = fma_f(to_float(sum), mul_f(each[c], x_scale), acc[c][r]);
-      }
-    }
-  }
-  for (int64_t b = 0; zero[0] && b < p->blocks; b += LANES) {
-    int64_t left = p->blocks - b < LANES ? p->blocks - b : LANES;
-    for (int c = 0; c < C; c++) {
-      uint64_t packed = 0;
-      memcpy(&packed, zero[c] + b / 2, (left + 1) / 2);
-      VF offset = mul_f(halves_f(packed), mul_f(set_f(-1), first_f(scale[c] + b, left)));
-      for (int r = 0; r < R; r++) {
-        const float *x_sum = (const float *)(records + r * l->size + l->sum_at) + b;
-        acc[c][r] = fma_f(load_f(x_sum), offset, acc[c][r]);
-      }
-    }
-  }
-  for (int c = 0; c < C; c++)
-    for (int r = 0; r < R; r++) sums[c][r] = acc[c][r];
-}
-
-// Computes LANES columns, or as many as there are before `end`, of R rows.
+// Computes LANES columns, or as many as there are, of R rows. Meanwhile memory gets the weights of
+// the next columns, `next`, unless it is null.
 INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records, float *y,
-                       int64_t n, int64_t width, VI spread, const int bits, const int R) {
-  VF sums[LANES][MAX_ROWS], out[MAX_ROWS];
-  for (int c = 0; c < LANES; c += COLUMNS)
-    if (c < width) tile(p, l, records, n + c, spread, sums + c, bits, COLUMNS, R);
-    else
-      for (int i = 0; i < COLUMNS; i++)
-        for (int r = 0; r < R; r++) sums[c + i][r] = set_f(0);
-  for (int r = 0; r < R; r++) {
-    VF row[LANES];
-    for (int c = 0; c < LANES; c++) row[c] = sums[c][r];
-    out[r] = add_lanes(row);
-  }
-  for (int64_t b = 0; p->minimum && b < p->blocks; b++) {
-    VF minimum = first_f(p->minimum + b * p->N + n, width);
-    for (int r = 0; r < R; r++) {
-      float x_sum = ((const float *)(records + r * l->size + l->sum_at))[b];
-      out[r] = fma_f(set_f(x_sum), minimum, out[r]);
+                       int64_t n, int64_t width, const Columns *columns, const uint8_t *next,
+                       const int bits, const int R) {
+  const int64_t step = step_of(p), steps = p->K / step, per_block = p->block / step;
+  const int64_t fours = step * bits / 32, size = l->size;
+  const uint8_t *weights = columns->weights;
+  VF acc[MAX_ROWS];
+  for (int r = 0; r < R; r++) acc[r] = set_f(0);
+  for (int64_t s = 0, b = 0, part = 0; s < steps; s++) {
+    const uint8_t *x = records + s * step;
+    VI sum[MAX_ROWS];
+    for (int r = 0; r < R; r++)
+      sum[r] = bits == 8 && IS_UNSIGNED
+                   ? set_i(((const int32_t *)(records + r * size + l->start_at))[s]) : set_i(0);
+    for (int64_t at = 0; next && at < fours * V; at += ALIGNED, next += ALIGNED)
+      __builtin_prefetch(next);
+    for (int64_t i = 0; i < fours; i++, weights += V, x += 32 / bits) {
+      VB w = all_b(weights);
+      if (bits == 4) {
+        VB low = low_half(w), high = high_half(w);
+        for (int r = 0; r < R; r++)
+          sum[r] = add4(low, high, four_b(x + r * size), four_b(x + r * size + 4), sum[r]);
+      } else {
+        for (int r = 0; r < R; r++) sum[r] = dot8(w, four_b(x + r * size), sum[r]);
+      }
     }
+    VF scale = load_f(columns->scales + b * LANES);
+    for (int r = 0; r < R; r++) {
+      VF x_scale = set_f(((const float *)(records + r * size + l->scale_at))[s]);
+      VI total = bits == 4 ? sum4(sum[r]) : sum[r];
+      acc[r] = fma_f(to_float(total), mul_f(scale, x_scale), acc[r]);
+    }
+    if (columns->offsets) {
+      VF offset = first_f(columns->offsets + b * columns->stride, width);
+      for (int r = 0; r < R; r++) {
+        VF x_sum = set_f(((const float *)(records + r * size + l->sum_at))[s]);
+        acc[r] = fma_f(x_sum, offset, acc[r]);
+      }
+    }
+    if (++part == per_block) b++, part = 0;
   }
   for (int r = 0; r < R; r++) {
-    if (p->bias) out[r] = add_f(out[r], first_f(p->bias + n, width));
-    store_first(y + r * p->N + n, out[r], width);
+    if (p->bias) acc[r] = add_f(acc[r], first_f(p->bias + n, width));
+    store_first(y + r * p->N + n, acc[r], width);
   }
 }
 
@@ -196,8 +207,6 @@ INLINE void gather(const Product *p, int64_t n, int64_t width, int64_t k, int64_
   const int8_t *from = (const int8_t *)p->weight + k * p->N + n;
   for (int64_t i = 0; i < count; i += 4, to += 4 * V, from += 4 * p->N) {
     if (width == V && count - i >= 4) {
-      if (k + i + SLAB / 8 + 4 <= p->K)
-        for (int j = 0; j < 4; j++) __builtin_prefetch(from + (SLAB / 8 + j) * p->N);
       interleave(from, p->N, to);
       continue;
     }
@@ -209,13 +218,17 @@ INLINE void gather(const Product *p, int64_t n, int64_t width, int64_t k, int64_
   }
 }
 
+// Adds a slab's products to the sums of R rows. Meanwhile memory gets the next slab, whose rows
+// begin at `next` and lie `stride` apart.
 INLINE void add_slab(const Record *l, const uint8_t *records, const uint8_t *weight, int64_t k,
-                     int64_t count, int32_t (*sums)[V], const int R) {
-  VI acc[MAX_ROWS][4];
+                     int64_t count, int32_t (*sums)[V], const uint8_t *next, int64_t stride,
+                     const int R) {
+  VI acc[4][4];
   for (int r = 0; r < R; r++)
     for (int j = 0; j < 4; j++) acc[r][j] = load_i(sums[r] + j * LANES);
   for (int64_t i = 0; i < count; i += 4, weight += 4 * V) {
     VB w[4];
+    for (int j = 0; j < 4; j++, next += stride) __builtin_prefetch(next);
     for (int j = 0; j < 4; j++) w[j] = all_b(weight + j * V);
     for (int r = 0; r < R; r++) {
       VB x = four_b(records + r * l->size + k + i);
@@ -239,11 +252,14 @@ INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *reco
   for (int64_t k = 0; k < p->K; k += SLAB) {
     int64_t count = p->K - k < SLAB ? p->K - k : SLAB;
     gather(p, n, width, k, count, slab);
-    for (int64_t r = 0; r < rows;) {
+    const uint8_t *next = p->weight + (k + SLAB < p->K ? (k + SLAB) * p->N + n : n + V);
+    int64_t stride = p->N;
+    for (int64_t r = 0; r < rows; next = slab, stride = 0) {
       const uint8_t *record = records + r * l->size;
-      if (rows - r >= 4) add_slab(l, record, slab, k, count, sums + r, 4), r += 4;
-      else if (rows - r >= 2) add_slab(l, record, slab, k, count, sums + r, 2), r += 2;
-      else add_slab(l, record, slab, k, count, sums + r, 1), r += 1;
+      int64_t left = rows - r;
+      if (left >= 4) add_slab(l, record, slab, k, count, sums + r, next, stride, 4), r += 4;
+      else if (left >= 2) add_slab(l, record, slab, k, count, sums + r, next, stride, 2), r += 2;
+      else add_slab(l, record, slab, k, count, sums + r, next, stride, 1), r += 1;
     }
   }
   for (int64_t r = 0; r < rows; r++) {
@@ -263,35 +279,47 @@ INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *reco
   }
 }
 
-#define ROWS(bits, R) \
-  case R:             \
-    columns_of(p, l, record, y + r * p->N, n, width, spread, bits, R); \
+#define ROWS(bits, R)                                                               \
+  case R:                                                                           \
+    columns_of(p, l, record, y + r * p->N, n, width, &columns, next, bits, R);      \
     break;
-#if MAX_ROWS == 8
-#define EACH_ROWS(bits) ROWS(bits, 1) ROWS(bits, 2) ROWS(bits, 3) ROWS(bits, 4) \
-  ROWS(bits, 5) ROWS(bits, 6) ROWS(bits, 7) ROWS(bits, 8)
-#else
-#define EACH_ROWS(bits) ROWS(bits, 1) ROWS(bits, 2) ROWS(bits, 3) ROWS(bits, 4)
-#endif
+#define EACH_ROWS(bits)                                                                   \
+  ROWS(bits, 1) ROWS(bits, 2) ROWS(bits, 3) ROWS(bits, 4) ROWS(bits, 5) ROWS(bits, 6)     \
+  ROWS(bits, 7) ROWS(bits, 8)
 
-TARGET static void multiply(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
-                            float *y, int64_t first, int64_t end) {
-  const int64_t step = p->bits == 0 ? V : LANES, most = p->bits == 0 ? MANY : MAX_ROWS;
-  int32_t lanes[LANES];
-  for (int j = 0; j < LANES && p->bits; j++) lanes[j] = j * (p->bits == 4 ? 8 : 4) / p->block;
-  VI spread = p->bits ? load_i(lanes) : zero_i();
-  for (int64_t n = first; n < end; n += step) {
-    int64_t width = end - n < step ? end - n : step;
-    for (int64_t r = 0; r < rows; r += most) {
+TARGET static int multiply(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
+                           float *y, int64_t first, int64_t end) {
+  if (p->bits == 0) {
+    for (int64_t n = first; n < end; n += V)
+      for (int64_t r = 0; r < rows; r += MANY)
+        whole_columns(p, l, records + r * l->size, rows - r < MANY ? rows - r : MANY,
+                      y + r * p->N, n, end - n < V ? end - n : V);
+    return 1;
+  }
+  const int64_t length = p->K * p->bits / 8;
+  const int64_t weights_size = up_to(length, V) * LANES, scales_size = up_to(4 * p->blocks, V) * LANES;
+  uint8_t *memory = malloc(weights_size + 2 * scales_size + ALIGNED);
+  if (!memory) return 0;
+  uint8_t *weights = (uint8_t *)up_to((int64_t)memory, ALIGNED);
+  float *scales = (float *)(weights + weights_size), *offsets = (float *)(weights + weights_size + scales_size);
+  Columns columns = {weights, scales, p->zero ? offsets : 0, p->zero ? LANES : p->N};
+  for (int64_t n = first; n < end; n += LANES) {
+    int64_t width = end - n < LANES ? end - n : LANES;
+    turn(p->weight + n * length, length, width, weights);
+    turn((const uint8_t *)(p->scale + n * p->blocks), 4 * p->blocks, width, (uint8_t *)scales);
+    if (p->zero) find_offsets(p, n, width, scales, offsets);
+    else if (p->minimum) columns.offsets = p->minimum + n;
+    const uint8_t *next = p->weight + (n + LANES) * length;
+    for (int64_t r = 0; r < rows; r += MAX_ROWS, next = 0) {
       const uint8_t *record = records + r * l->size;
-      int64_t few = rows - r < most ? rows - r : most;
-      if (p->bits == 0) {
-        whole_columns(p, l, record, few, y + r * p->N, n, width);
-      } else if (p->bits == 4) {
+      int64_t few = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+      if (p->bits == 4) {
         switch (few) { EACH_ROWS(4) }
       } else {
         switch (few) { EACH_ROWS(8) }
       }
     }
   }
+  free(memory);
+  return 1;
 }

@@ -11,8 +11,7 @@
 #define TARGET
 #endif
 #define FUNCTION TARGET static inline __attribute__((always_inline))
-enum { V = 16, LANES = 4, COLUMNS = 2, IS_UNSIGNED = 0 };
-#define MAX_ROWS 4
+enum { V = 16, LANES = 4, IS_UNSIGNED = 0 };
 typedef uint8_t VB __attribute__((vector_size(16)));
 typedef int16_t VH __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
@@ -29,11 +28,7 @@ FUNCTION void store_first(float *p, VF a, long n) { memcpy(p, &a, 4 * n); }
 FUNCTION VF mul_f(VF a, VF b) { return a * b; }
 FUNCTION VF add_f(VF a, VF b) { return a + b; }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return a * b + c; }
-FUNCTION VF spread_f(const float *p, long n, VI spread) {
-  (void)n;  // lanes past the last block have no values
-  return n == 1 ? set_f(*p) : (VF){p[spread[0]], p[spread[1]], p[spread[2]], p[spread[3]]};
-}
-FUNCTION VI zero_i(void) { return (VI){0}; }
+FUNCTION VI set_i(int value) { return (VI){value, value, value, value}; }
 FUNCTION VI load_i(const int *p) {
   VI a;
   memcpy(&a, p, 16);
@@ -41,16 +36,11 @@ FUNCTION VI load_i(const int *p) {
 }
 FUNCTION void store_i(int *p, VI a) { memcpy(p, &a, 16); }
 FUNCTION VF to_float(VI a) { return __builtin_convertvector(a, VF); }
-FUNCTION VB load_b(const unsigned char *p, long n) {
-  VB a = {0};
-  memcpy(&a, p, n);
-  return a;
-}
-FUNCTION VB all_b(const unsigned char *p) { return load_b(p, V); }
+FUNCTION VB all_b(const unsigned char *p) { return (VB)load_i((const int *)p); }
 FUNCTION VB four_b(const unsigned char *p) {
   int32_t value;
   memcpy(&value, p, 4);
-  return (VB)(VI){value, value, value, value};
+  return (VB)set_i(value);
 }
 FUNCTION VB low_half(VB w) { return w & 15; }
 FUNCTION VB high_half(VB w) { return w >> 4; }
@@ -58,10 +48,11 @@ FUNCTION VB high_half(VB w) { return w >> 4; }
 FUNCTION VI dot8(VB w, VB x, VI sum) {
   return (VI)vdotq_s32((int32x4_t)sum, (int8x16_t)(w ^ 0x80), (int8x16_t)x);
 }
-FUNCTION VI dot4(VB low, VB high, VB x0, VB x1) {
-  int32x4_t sum = vdotq_s32(vdupq_n_s32(0), (int8x16_t)low, (int8x16_t)x0);
-  return (VI)vdotq_s32(sum, (int8x16_t)high, (int8x16_t)x1);
+FUNCTION VI add4(VB low, VB high, VB x0, VB x1, VI sum) {
+  int32x4_t half = vdotq_s32((int32x4_t)sum, (int8x16_t)low, (int8x16_t)x0);
+  return (VI)vdotq_s32(half, (int8x16_t)high, (int8x16_t)x1);
 }
+FUNCTION VI sum4(VI sum) { return sum; }
 #else
 // In 16 bits, the sums of two products are at most 2 * 128 * 127.
 FUNCTION VH pairs(VB a, VB b) {
@@ -70,17 +61,15 @@ FUNCTION VH pairs(VB a, VB b) {
 }
 FUNCTION VI in_pairs(VH sums) { return ((VI)sums << 16 >> 16) + ((VI)sums >> 16); }
 FUNCTION VI dot8(VB w, VB x, VI sum) { return sum + in_pairs(pairs(w ^ 0x80, x)); }
-FUNCTION VI dot4(VB low, VB high, VB x0, VB x1) {
-  return in_pairs(pairs(low, x0) + pairs(high, x1));
+// Of 32 values, each half of a word gets 16 products, at most 16 * 15 * 127.
+FUNCTION VI add4(VB low, VB high, VB x0, VB x1, VI sum) {
+  return (VI)((VH)sum + pairs(low, x0) + pairs(high, x1));
 }
+FUNCTION VI sum4(VI sum) { return in_pairs((VH)sum); }
 #endif
-FUNCTION VF halves_f(unsigned long long packed) {
-  return (VF){packed & 15, packed >> 4 & 15, packed >> 8 & 15, packed >> 12 & 15};
-}
-FUNCTION VF add_lanes(const VF v[4]) {
-  VF sums;
-  for (int i = 0; i < 4; i++) sums[i] = (v[i][0] + v[i][2]) + (v[i][1] + v[i][3]);
-  return sums;
+FUNCTION void transpose(const unsigned char *rows, long stride, unsigned char *to) {
+  for (int c = 0; c < LANES; c++)
+    for (int i = 0; i < LANES; i++) memcpy(to + V * i + 4 * c, rows + c * stride + 4 * i, 4);
 }
 FUNCTION void interleave(const signed char *w, long stride, unsigned char *to) {
   for (int c = 0; c < V; c++)
