@@ -30,7 +30,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
-from spec_runtime.kernels.library import INSTRUCTIONS, is_wanted, library
+from spec_runtime.kernels.library import ALL, OFF, instructions, library, wanted
 from spec_runtime.kernels.rewrite import with_few_rows
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
@@ -170,13 +170,15 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
     if options.device != "cpu" or options.weights or options.settings:
         return _open(path, options)
 
-    kernels = os.environ.get(INSTRUCTIONS, "best") if is_wanted() else None
+    kernels = wanted()
 
     def open_new() -> Any:
-        model = with_few_rows(path) if kernels and library() else None
-        if model is not None:
+        if kernels != OFF and library():
             try:
-                return _open(path, options, model=model)
+                # With VNNI, ONNX Runtime's int8 products are as quick, and as exact.
+                model = with_few_rows(path, kernels == ALL or saturates())
+                if model is not None:
+                    return _open(path, options, model=model)
             except Exception as error:  # ONNX Runtime's own kinds
                 log.warning("%s runs without native operators: %s", path.name, brief(error))
         if not options.hashes:
@@ -192,7 +194,9 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
             log.warning("%s is ignored: %s; remove its folder", packed, brief(error))
             return _open(path, options)
 
-    return shared_session(path, (options.threads, bool(options.hashes), kernels), open_new)
+    return shared_session(
+        path, (options.threads, bool(options.hashes), kernels, instructions()), open_new
+    )
 
 
 def _write_packed(path: Path, folder: Path) -> None:

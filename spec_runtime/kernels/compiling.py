@@ -43,3 +43,8 @@ def compiler() -> list[str]:
         oldest = ["-target", f"{platform.machine()}-linux-gnu.2.17"]
         return [sys.executable, "-m", "ziglang", "cc", *(oldest if sys.platform == "linux" else [])]
     raise OSError("there is no C compiler; install one, or pip install ziglang")
+
+
+def is_portable() -> bool:
+    """Returns whether what `compiler` makes runs on every Linux of this architecture."""
+    return sys.platform == "linux" and "ziglang" in compiler()

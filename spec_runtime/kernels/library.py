@@ -16,18 +16,30 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+from spec_runtime.errors import UserError
 from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.mapping import brief
 from spec_runtime.kernels.compiling import FLAGS, NAME, SOURCES, build
 
-WANTED = "SPECSPLIT_KERNELS"  # an environment variable: 1 has products run by the library
-INSTRUCTIONS = "SPECSPLIT_INSTRUCTIONS"  # another one: the instruction set in place of the best
+# Environment variables: which products run by the library, and the instruction set in place of the
+# best one.
+WANTED, INSTRUCTIONS = "SPECSPLIT_KERNELS", "SPECSPLIT_INSTRUCTIONS"
+OFF, ON, ALL = "0", "1", "all"  # none; those that gain by it; also those that do not
+
 log = logging.getLogger("spec_runtime")
 
 
-def is_wanted() -> bool:
-    """Returns whether products shall run by the library."""
-    return os.environ.get(WANTED, "0") not in ("", "0")
+def wanted() -> str:
+    """Returns which products shall run by the library: OFF, ON or ALL."""
+    value = os.environ.get(WANTED) or OFF
+    if value not in (OFF, ON, ALL):
+        raise UserError(f"got {WANTED}={value!r:.40}, expected {OFF}, {ON} or {ALL}")
+    return value
+
+
+def instructions() -> str | None:
+    """Returns the name of the instruction set that is asked for, None for the best one."""
+    return os.environ.get(INSTRUCTIONS)
 
 
 @cache

@@ -36,9 +36,9 @@ class _Node:
     integers: dict[str, int] = field(default_factory=dict)
 
 
-def with_few_rows(path: Path) -> bytes | None:
+def with_few_rows(path: Path, has_int8: bool = True) -> bytes | None:
     """Returns the ONNX file at `path` with FewRows in place of each quantised product that it can
-    compute, or None if there is none."""
+    compute, or None if there is none. Without `has_int8`, row-wise int8 products stay."""
     data, parts, graph = path.read_bytes(), [], None
     for number, begin, end, value in Messages(data).fields(0, len(data)):
         if number == _MODEL_GRAPH:
@@ -46,7 +46,7 @@ def with_few_rows(path: Path) -> bytes | None:
         else:
             is_number = value >= 0
             parts.append(_number(number, value) if is_number else _message(number, data[begin:end]))
-    if graph is None or not graph.replace_products():
+    if graph is None or not graph.replace_products(has_int8):
         return None
     opset = _message(_OPSET_DOMAIN, DOMAIN.encode()) + _number(_OPSET_VERSION, 1)
     return b"".join([*parts, _message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())])
@@ -80,14 +80,15 @@ class _Graph:
         nodes = [_message(_GRAPH_NODE, node.message) for node in self._nodes]
         return b"".join([*nodes, *self._others])
 
-    def replace_products(self) -> bool:
+    def replace_products(self, has_int8: bool) -> bool:
         """Replaces the nodes of all products, and returns whether there was one."""
         makers = {name: node for node in self._nodes for name in node.outputs if name}
         uses = Counter(name for node in self._nodes for name in node.inputs)
         uses.update(self._outputs)
         made: dict[str, _Node] = {}  # by the output that is now FewRows'
         for node in self._nodes:
-            product = self._int8(node, makers, uses) or _int4(node, makers, uses)
+            product = self._int8(node, makers, uses) if has_int8 else None
+            product = product or _int4(node, makers, uses)
             if product is not None:
                 made[node.outputs[0]] = product
         self._nodes = [made.get(node.outputs[0], node) for node in self._nodes]
@@ -130,8 +131,8 @@ class _Graph:
 def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> _Node | None:
     """Returns FewRows if `node` is a MatMulNBits, or adds the minima to one, see quantize._Int4."""
     if node.operator == "com.microsoft.MatMulNBits":
-        bits, block = node.integers.get("bits", 4), node.integers["block_size"]
-        if len(node.inputs) > (4 if bits == 4 else 3) or node.integers["K"] % block:
+        bits, block = node.integers.get("bits", 4), node.integers.get("block_size", 1)
+        if len(node.inputs) > (4 if bits == 4 else 3) or node.integers.get("K", 1) % block:
             return None
         return _few_rows(node.inputs, node.outputs[0], bits)
     product = _maker(node, 0, "Add", "com.microsoft.MatMulNBits", makers)
