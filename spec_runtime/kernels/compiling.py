@@ -15,6 +15,7 @@ SOURCES = Path(__file__).parent / "native"
 NAME = "specsplit-kernels.so"
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared"]
 FLAGS += ["-fvisibility=hidden"]
+COMPILERS = ("cc", "gcc", "clang")
 BUILD_SECONDS = 300.0
 
 
@@ -36,7 +37,7 @@ def compiler() -> list[str]:
     """Returns the command of a C compiler. Raises OSError if this machine has none."""
     if sys.platform == "win32":
         raise OSError("they are not built on Windows")
-    for name in ("cc", "gcc", "clang"):
+    for name in COMPILERS:
         if path := shutil.which(name):
             return [path]
     if importlib.util.find_spec("ziglang"):
@@ -48,3 +49,10 @@ def compiler() -> list[str]:
 def is_portable() -> bool:
     """Returns whether what `compiler` makes runs on every Linux of this architecture."""
     return sys.platform == "linux" and "ziglang" in compiler()
+
+
+def required() -> list[str]:
+    """Returns the packages that a build here needs for `compiler` to find one."""
+    machines = {"linux": ("x86_64", "aarch64"), "darwin": ("x86_64", "arm64")}
+    is_served = platform.machine() in machines.get(sys.platform, ())
+    return ["ziglang>=0.14"] if is_served and not any(map(shutil.which, COMPILERS)) else []

@@ -18,6 +18,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from spec_export.graphs.four_bits import pack_zero_points
+from spec_runtime.backends import session
+from spec_runtime.errors import UserError
 from spec_runtime.kernels import library as kernels
 from spec_runtime.kernels.rewrite import DOMAIN, with_few_rows
 
@@ -126,8 +128,8 @@ def open_session(nodes: list[Any], arrays: dict[str, np.ndarray], threads: int =
     return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-def run(session: Any, x: np.ndarray) -> np.ndarray:
-    return np.asarray(session.run(None, {"x": x})[0])
+def run(opened: Any, x: np.ndarray) -> np.ndarray:
+    return np.asarray(opened.run(None, {"x": x})[0])
 
 
 def rows(M: int, K: int, seed: int = 1) -> np.ndarray:
@@ -197,10 +199,10 @@ def test_what_is_not_finite_stays_in_its_row(instructions: str, form: str) -> No
 
 def test_what_does_not_fit_is_an_error(instructions: str) -> None:
     product = Product("minima", 64, 8, 32)
-    session = product.session()
+    fitting = product.session()
     for x in (np.zeros((2, 63), np.float32), np.zeros((), np.float32)):
         with pytest.raises(Exception, match=r"FewRows: got values a row \d+, expected 64"):
-            run(session, x)
+            run(fitting, x)
     for name, wrong, said in (
         ("weight", np.zeros((8, 2), np.uint8), "dimensions of weights 2, expected 3"),
         ("weight", np.zeros((8, 2, 12), np.uint8), "weights a block 24"),
@@ -269,6 +271,39 @@ def test_a_quantised_graph_computes_the_same_with_the_operator(
         assert np.abs(y - expected).max() < 0.02 * np.abs(expected).max()
 
 
+def test_a_session_has_the_operator_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kernels.library() is None:
+        pytest.skip("no C compiler here")
+    made = Mock(side_effect=with_few_rows)
+    monkeypatch.setattr(session, "with_few_rows", made)
+    monkeypatch.setattr(session, "saturates", lambda: False)
+    x = rows(3, 128)
+    for value, precision, asked in (
+        ("0", "int4", []),
+        ("1", "int4", [False]),
+        ("all", "int8", [True]),
+        ("1", "int8", [False]),  # where ONNX Runtime's own are as quick
+    ):
+        path = tmp_path / f"{precision}-{value}.onnx"
+        onnx.save(_quantised(precision, True), path)
+        monkeypatch.setenv(kernels.WANTED, value)
+        made.reset_mock()
+        y = run(session._open_shared(path, session.SessionOptions(1)), x)
+        assert [call.args[1] for call in made.call_args_list] == asked
+        assert y.shape == (3, 128)
+    monkeypatch.setattr(session, "with_few_rows", lambda *_: b"no model")
+    onnx.save(_quantised("int4", False), tmp_path / "other.onnx")
+    with caplog.at_level(logging.WARNING):
+        other = session._open_shared(tmp_path / "other.onnx", session.SessionOptions(1))
+    assert run(other, x).shape == (3, 128)
+    assert ["runs without native operators" in message for message in caplog.messages] == [True]
+    monkeypatch.setenv(kernels.WANTED, "yes")
+    with pytest.raises(UserError, match="got SPECSPLIT_KERNELS='yes', expected 0, 1 or all"):
+        session._open_shared(path, session.SessionOptions(1))
+
+
 def test_a_graph_without_products_stays_as_it_is(tmp_path: Path) -> None:
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("x", "y"))
     graph = helper.make_graph([helper.make_node("Abs", ["x"], ["y"])], "g", [x], [y])
@@ -280,6 +315,7 @@ def test_without_a_compiler_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "NAME", "not-there.so")  # nor installed
     for error in (
         OSError("there is no C compiler"),
         subprocess.CalledProcessError(1, "cc", stderr="no\nheader"),
