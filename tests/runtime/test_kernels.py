@@ -52,6 +52,8 @@ class Product:
         self.form, self.K, self.N, self.block = form, K, N, block
         self.bits = {"8 bits": 8, "whole": 0}.get(form, 4)
         self.inputs: dict[str, np.ndarray] = {}
+        self.q_NK: np.ndarray
+        self.scale: np.ndarray
         self.zero_NB, self.minimum_NB = np.zeros((2, N, blocks))
         if form == "whole":
             q = draw.integers(-128, 128, (K, N)).astype(np.int8)
@@ -59,16 +61,17 @@ class Product:
             self.inputs = {"weight": q, "scale": self.scale}
             return
         if form == "8 bits":
-            q = draw.integers(0, 256, (N, blocks, block)).astype(np.uint8)
-            self.q_NK, self.scale = q.reshape(N, K).astype(np.int64) - 128, draw.random((N, blocks))
-            self.scale = self.scale.astype(np.float32)
-            self.inputs = {"weight": q, "scale": self.scale}
+            bytes_NBK = draw.integers(0, 256, (N, blocks, block)).astype(np.uint8)
+            self.q_NK = bytes_NBK.reshape(N, K).astype(np.int64) - 128
+            self.scale = draw.random((N, blocks), np.float32)
+            self.inputs = {"weight": bytes_NBK, "scale": self.scale}
             return
         if form == "minima":
             cut = rows_NK.reshape(N, blocks, block)
             low, scale = cut.min(-1), np.ptp(cut, -1) / 15
-            q = np.rint((cut - low[..., None]) / scale[..., None]).astype(np.uint8)
-            pairs, self.scale, self.minimum_NB = q[..., ::2] | q[..., 1::2] << 4, scale, low
+            places = np.rint((cut - low[..., None]) / scale[..., None]).astype(np.uint8)
+            pairs = places[..., ::2] | places[..., 1::2] << 4
+            self.scale, self.minimum_NB = scale, low
             self.inputs = {"weight": pairs, "scale": scale, "minimum": np.ascontiguousarray(low.T)}
         else:
             pairs, self.scale, zeros = pack_zero_points(rows_NK, block)
@@ -76,10 +79,10 @@ class Product:
             self.inputs = {"weight": pairs, "scale": self.scale, "zero": zeros}
         self.q_NK = np.stack((pairs & 15, pairs >> 4), -1).reshape(N, K).astype(np.int64)
 
-    def session(self, threads: int = 1, **changed: np.ndarray | None) -> Any:
+    def session(self, threads: int = 1, changed: dict[str, Any] | None = None) -> Any:
         """Returns a session of this product, with inputs that were changed, or left out."""
-        arrays = {"weight": None, "scale": None, "zero": None, "minimum": None, "bias": None}
-        arrays |= self.inputs | changed
+        arrays: dict[str, Any] = dict.fromkeys(("weight", "scale", "zero", "minimum", "bias"))
+        arrays |= self.inputs | (changed or {})
         present = {name: array for name, array in arrays.items() if array is not None}
         node = helper.make_node(
             "FewRows",
@@ -180,7 +183,7 @@ def test_a_row_is_the_same_alone_and_beside_others(instructions: str, form: str)
 def test_a_bias_is_added_and_leading_sizes_are_kept(instructions: str, form: str) -> None:
     product, bias = Product(form, 64, 24, 32), rows(1, 24, 5)[0]
     x = rows(6, 64).reshape(2, 3, 64)
-    plain, added = run(product.session(), x), run(product.session(bias=bias), x)
+    plain, added = run(product.session(), x), run(product.session(1, {"bias": bias}), x)
     assert added.shape == (2, 3, 24)
     np.testing.assert_array_equal(added, plain + bias)
 
@@ -214,7 +217,7 @@ def test_what_does_not_fit_is_an_error(instructions: str) -> None:
         ("scale", None, "no initializer|input"),
     ):
         with pytest.raises(Exception, match=said):
-            product.session(**{name: wrong})
+            product.session(1, {name: wrong})
     with pytest.raises(Exception, match="values a row 130048"):
         Product("whole", 130048, 1, 32).session()
 

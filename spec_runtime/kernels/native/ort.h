@@ -43,7 +43,6 @@ ORT_FUNCTION(KernelContextGetInput, 90, OrtStatus *, const OrtKernelContext *, s
              const OrtValue **)
 ORT_FUNCTION(KernelContextGetOutput, 91, OrtStatus *, OrtKernelContext *, size_t index,
              const int64_t *sizes, size_t count, OrtValue **)
-ORT_FUNCTION(ReleaseStatus, 93, void, OrtStatus *)
 ORT_FUNCTION(ReleaseShape, 99, void, OrtShape *)
 ORT_FUNCTION(KernelInfoGetInputCount, 230, OrtStatus *, const OrtKernelInfo *, size_t *)
 ORT_FUNCTION(KernelInfoGetInputName, 232, OrtStatus *, const OrtKernelInfo *, size_t index,
