@@ -117,8 +117,6 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
         options = replace(options, settings=settings)
     try:
         session = _open_shared(path, options)
-    except UserError:
-        raise
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
         if options.has_cuda_graphs and REFUSED_CAPTURE in str(error):
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
