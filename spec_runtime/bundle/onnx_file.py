@@ -77,17 +77,68 @@ def read_outline(path: str | Path) -> OnnxOutline:
             return _Walker(data).model()
 
 
-class _Walker:
+class Messages:
+    """Reads protocol-buffer messages in place."""
+
+    def __init__(self, data: mmap.mmap | bytes) -> None:
+        self.data = data
+
+    def text(self, begin: int, end: int) -> str:
+        return self.data[begin:end].decode("utf-8", errors="replace")
+
+    def messages(self, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yields number, begin and end of each field that has a length, and steps over the rest."""
+        for number, first, last, value in self.fields(at, end):
+            if value < 0:
+                yield number, first, last
+
+    def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yields number, begin, end and value of each field that has a length or is a number.
+
+        The value is -1 for a field that has a length; a number ends where it begins.
+        """
+        while at < end:
+            tag, at = self.varint(at, end)
+            # A reader takes 32 bits of a tag and drops the others.
+            number, kind = (tag & 0xFFFFFFFF) >> 3, tag & 7
+            if kind == _BYTES:
+                length, at = self.varint(at, end)
+                if length > end - at:
+                    raise UserError(f"a field of {length} bytes ends after its message")
+                yield number, at, at + length, -1
+                at += length
+            elif kind == _VARINT:
+                value, at = self.varint(at, end)
+                yield number, at, at, value
+            elif kind in (_FIXED64, _FIXED32):
+                at += 8 if kind == _FIXED64 else 4
+            else:
+                raise UserError(f"got wire type {kind} at byte {at}")
+        if at > end:
+            raise UserError("a field ends after its message")
+
+    def varint(self, at: int, end: int) -> tuple[int, int]:
+        """Returns the number that begins at byte `at`, and where it ends."""
+        value, data = 0, self.data
+        for i in range(min(_MAX_VARINT_BYTES, end - at)):
+            byte = data[at + i]
+            value |= (byte & 0x7F) << (7 * i)
+            if byte < 0x80:
+                return value, at + i + 1
+        raise UserError(f"got no number at byte {at}")
+
+
+class _Walker(Messages):
     """Walks the messages in `data` and notes what it finds in `found`."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
+        super().__init__(data)
         self._found = OnnxOutline()
 
     def model(self) -> OnnxOutline:
         """Returns what the whole file uses."""
         has_graph = False
-        for number, begin, end in self._messages(0, len(self._data)):
+        for number, begin, end in self.messages(0, len(self.data)):
             if number == _MODEL_GRAPH:
                 has_graph = True
                 self._graph(begin, end)
@@ -103,17 +154,17 @@ class _Walker:
             _GRAPH_INITIALIZER: self._weight,
             _GRAPH_SPARSE: self._sparse,
         }
-        for number, first, last in self._messages(begin, end):
+        for number, first, last in self.messages(begin, end):
             if number in walks:
                 walks[number](first, last)
 
     def _node(self, begin: int, end: int) -> None:
         operators, domains, has_graph = [""], [""], False
-        for number, first, last in self._messages(begin, end):
+        for number, first, last in self.messages(begin, end):
             if number == _NODE_OPERATOR:
-                operators.append(self._text(first, last))
+                operators.append(self.text(first, last))
             elif number == _NODE_DOMAIN:
-                domains.append(self._text(first, last))
+                domains.append(self.text(first, last))
             elif number == _NODE_ATTRIBUTE:
                 has_graph |= self._attribute(first, last)
         # Of a field that comes twice, the last one counts.
@@ -126,7 +177,7 @@ class _Walker:
     def _attribute(self, begin: int, end: int) -> bool:
         """Notes the attribute's tensors; returns whether it holds a graph."""
         has_graph = False
-        for number, first, last in self._messages(begin, end):
+        for number, first, last in self.messages(begin, end):
             if number in (_ATTRIBUTE_TENSOR, _ATTRIBUTE_TENSORS):
                 self._tensor(first, last)
             elif number in (_ATTRIBUTE_SPARSE, _ATTRIBUTE_SPARSES):
@@ -136,18 +187,18 @@ class _Walker:
         return has_graph
 
     def _sparse(self, begin: int, end: int) -> None:
-        for number, first, last in self._messages(begin, end):
+        for number, first, last in self.messages(begin, end):
             if number in (_SPARSE_VALUES, _SPARSE_INDICES):
                 self._tensor(first, last)
 
     def _tensor(self, begin: int, end: int) -> dict[str, str]:
         """Notes the file that a tensor lies in; returns all that it says of its place."""
         place: dict[str, str] = {}
-        for number, first, last in self._messages(begin, end):
+        for number, first, last in self.messages(begin, end):
             if number == _TENSOR_EXTERNAL:
                 entry = dict.fromkeys((_ENTRY_KEY, _ENTRY_VALUE), "")
-                for part, part_first, part_last in self._messages(first, last):
-                    entry[part] = self._text(part_first, part_last)
+                for part, part_first, part_last in self.messages(first, last):
+                    entry[part] = self.text(part_first, part_last)
                 place[entry[_ENTRY_KEY]] = entry[_ENTRY_VALUE]
                 if entry[_ENTRY_KEY] == "location":
                     self._found.weight_files.add(entry[_ENTRY_VALUE])
@@ -165,60 +216,16 @@ class _Walker:
         if "location" not in place or not (offset.isdecimal() and length.isdecimal()):
             return
         name, element_type, dims = "", 0, []
-        for number, first, last, value in self._fields(begin, end):
+        for number, first, last, value in self.fields(begin, end):
             if number == _TENSOR_NAME:
-                name = self._text(first, last)
+                name = self.text(first, last)
             elif number == _TENSOR_TYPE:
                 element_type = value
             elif number == _TENSOR_DIMS and value >= 0:
                 dims.append(value)
             elif number == _TENSOR_DIMS:  # several packed into one field
                 while first < last:
-                    size, first = self._varint(first, last)
+                    size, first = self.varint(first, last)
                     dims.append(size)
         where = place["location"], int(offset), int(length)
         self._found.weights.append(ExternalWeight(name, element_type, tuple(dims), *where))
-
-    def _text(self, begin: int, end: int) -> str:
-        return self._data[begin:end].decode("utf-8", errors="replace")
-
-    def _messages(self, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yields number, begin and end of each field that has a length, and steps over the rest."""
-        for number, first, last, value in self._fields(at, end):
-            if value < 0:
-                yield number, first, last
-
-    def _fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yields number, begin, end and value of each field that has a length or is a number.
-
-        The value is -1 for a field that has a length; a number ends where it begins.
-        """
-        while at < end:
-            tag, at = self._varint(at, end)
-            # A reader takes 32 bits of a tag and drops the others.
-            number, kind = (tag & 0xFFFFFFFF) >> 3, tag & 7
-            if kind == _BYTES:
-                length, at = self._varint(at, end)
-                if length > end - at:
-                    raise UserError(f"a field of {length} bytes ends after its message")
-                yield number, at, at + length, -1
-                at += length
-            elif kind == _VARINT:
-                value, at = self._varint(at, end)
-                yield number, at, at, value
-            elif kind in (_FIXED64, _FIXED32):
-                at += 8 if kind == _FIXED64 else 4
-            else:
-                raise UserError(f"got wire type {kind} at byte {at}")
-        if at > end:
-            raise UserError("a field ends after its message")
-
-    def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """Returns the number that begins at byte `at`, and where it ends."""
-        value, data = 0, self._data
-        for i in range(min(_MAX_VARINT_BYTES, end - at)):
-            byte = data[at + i]
-            value |= (byte & 0x7F) << (7 * i)
-            if byte < 0x80:
-                return value, at + i + 1
-        raise UserError(f"got no number at byte {at}")

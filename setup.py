@@ -1,0 +1,42 @@
+"""Compiles the native operators into a wheel where there is a C compiler; else it has none.
+
+All else stands in pyproject.toml.
+"""
+
+import runpy
+import subprocess
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+COMPILING = runpy.run_path(str(Path(__file__).parent / "spec_runtime/kernels/compiling.py"))
+PLACE = Path("spec_runtime/kernels/native") / COMPILING["NAME"]
+
+
+class BuildWithOperators(build_py):
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # runs from the sources, and compiles at the first use
+            return
+        try:
+            COMPILING["build"](Path(self.build_lib) / PLACE)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"the native operators are not built: {error}")
+
+
+class WheelOfOneArchitecture(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        if not (Path(self.bdist_dir) / PLACE).is_file():
+            return super().get_tag()
+        self.root_is_pure = False
+        platform = super().get_tag()[2]
+        self.root_is_pure = True
+        # The library needs no more than the oldest C library that ziglang knows how to link.
+        if COMPILING["is_portable"]():
+            platform = platform.replace("linux", "manylinux_2_17", 1)
+        return "py3", "none", platform
+
+
+setup(cmdclass={"build_py": BuildWithOperators, "bdist_wheel": WheelOfOneArchitecture})

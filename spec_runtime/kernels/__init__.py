@@ -1,0 +1,1 @@
+"""Holds a native operator for ONNX Runtime, its build, and the rewrite that puts it into graphs."""

@@ -1,0 +1,58 @@
+"""Compiles the native library. Imports the standard library only, as setup.py runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+NAME = "specsplit-kernels.so"
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared"]
+FLAGS += ["-fvisibility=hidden"]
+COMPILERS = ("cc", "gcc", "clang")
+BUILD_SECONDS = 300.0
+
+
+def build(target: Path) -> None:
+    """Compiles the library to the file `target`.
+
+    Raises OSError if there is no compiler, and subprocess.SubprocessError if it fails.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / NAME
+        sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
+        command = [*compiler(), *FLAGS, "-o", str(made), *sources]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        os.replace(made, target)
+
+
+def compiler() -> list[str]:
+    """Returns the command of a C compiler. Raises OSError if this machine has none."""
+    if sys.platform == "win32":
+        raise OSError("they are not built on Windows")
+    for name in COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    if importlib.util.find_spec("ziglang"):
+        oldest = ["-target", f"{platform.machine()}-linux-gnu.2.17"]
+        return [sys.executable, "-m", "ziglang", "cc", *(oldest if sys.platform == "linux" else [])]
+    raise OSError("there is no C compiler; install one, or pip install ziglang")
+
+
+def is_portable() -> bool:
+    """Returns whether what `compiler` makes runs on every Linux of this architecture."""
+    return sys.platform == "linux" and "ziglang" in compiler()
+
+
+def required() -> list[str]:
+    """Returns the packages that a build here needs for `compiler` to find one."""
+    machines = {"linux": ("x86_64", "aarch64"), "darwin": ("x86_64", "arm64")}
+    is_served = platform.machine() in machines.get(sys.platform, ())
+    return ["ziglang>=0.14"] if is_served and not any(map(shutil.which, COMPILERS)) else []

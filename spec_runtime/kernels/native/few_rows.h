@@ -1,0 +1,43 @@
+// Says what a product of few rows is, to the operator and to each instruction set.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+enum { ACTIVATIONS = 32 };  // the most values of a row that share a scale
+
+// A product's weights, as they lie in the bundle.
+typedef struct {
+  int bits;               // 4 or 8: blocks of a column's weights; 0: s8[K, N], a scale a column
+  int64_t K, N;           // a row has K values, and N results
+  int64_t block, blocks;  // weights that share a scale; blocks of a column
+  const uint8_t *weight;  // bits 4: u8[N, blocks, block / 2], the first value is the low half;
+                          // 8: u8[N, blocks, block], 128 is zero
+  const float *scale;     // f32[N, blocks], or f32[N]
+  const uint8_t *zero;    // u8[N, (blocks + 1) / 2] packed alike, or null for no zero point
+  const float *minimum;   // f32[blocks, N] or null
+  const float *bias;      // f32[N] or null
+} Product;
+
+// Rows quantised to s8. A record holds one: its K values, in the order in which weights meet them,
+// and for each step of values the scale, -128 * their sum, and their sum times the scale. With
+// bits 0 the whole row is a step. Places are in bytes.
+typedef struct {
+  int64_t scale_at, start_at, sum_at, size;
+} Record;
+
+typedef struct {
+  const char *name;
+  int64_t columns;  // calls of `multiply` begin best at multiples of it
+  Record (*layout)(const Product *);
+  void (*quantise)(const Product *, const Record *, const float *x, uint8_t *record);
+  // Computes columns [first, end) of y f32[rows, N]; returns 0 if there is no memory.
+  int (*multiply)(const Product *, const Record *, const uint8_t *records, int64_t rows,
+                  float *y, int64_t first, int64_t end);
+} Instructions;
+
+extern const Instructions portable;
+#if defined(__x86_64__)
+extern const Instructions avx2, avx_vnni, avx512_vnni;
+#elif defined(__aarch64__)
+extern const Instructions neon;
+#endif

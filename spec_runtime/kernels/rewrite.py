@@ -1,0 +1,209 @@
+"""Puts the operator FewRows into a quantised graph, in place of the nodes of each product.
+
+The runtime has no onnx package: this edits the file's messages. Weights stay where they lie, in the
+files beside the graph's, and FewRows reads them as they are.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spec_runtime.bundle.onnx_file import Messages
+
+DOMAIN = "specsplit"
+# Field numbers of onnx.proto, see bundle/onnx_file.py
+_MODEL_GRAPH, _MODEL_OPSETS, _OPSET_DOMAIN, _OPSET_VERSION = 7, 8, 1, 2
+_GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_OUTPUT, _OUTPUT_NAME = 1, 5, 12, 1
+_INPUT, _OUTPUT, _NAME, _OPERATOR, _ATTRIBUTE, _DOMAIN = 1, 2, 3, 4, 5, 7
+_ATTRIBUTE_NAME, _ATTRIBUTE_INT, _ATTRIBUTE_TYPE, _IS_INT = 1, 3, 20, 2
+_TENSOR_NAME, _TENSOR_RAW = 8, 9
+# What a row is quantised with: QuantizeLinear's scale and zero point, and the product's scale.
+_STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
+
+
+@dataclass
+class _Node:
+    """One node, and its message. `integers` holds its attributes that are whole numbers."""
+
+    message: bytes
+    operator: str = ""
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    integers: dict[str, int] = field(default_factory=dict)
+
+
+def with_few_rows(path: Path, has_int8: bool = True) -> bytes | None:
+    """Returns the ONNX file at `path` with FewRows in place of each quantised product that it can
+    compute, or None if there is none. Without `has_int8`, row-wise int8 products stay."""
+    data, parts, graph = path.read_bytes(), [], None
+    for number, begin, end, value in Messages(data).fields(0, len(data)):
+        if number == _MODEL_GRAPH:
+            graph = _Graph(data[begin:end])
+        else:
+            is_number = value >= 0
+            parts.append(_number(number, value) if is_number else _message(number, data[begin:end]))
+    if graph is None or not graph.replace_products(has_int8):
+        return None
+    opset = _message(_OPSET_DOMAIN, DOMAIN.encode()) + _number(_OPSET_VERSION, 1)
+    return b"".join([*parts, _message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())])
+
+
+class _Graph:
+    """Holds a graph's nodes, and all else of its message as it was."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._nodes: list[_Node] = []
+        self._others: list[bytes] = []
+        self._outputs: list[str] = []
+        self._constants: dict[str, bytes] = {}  # small ones, which stand in the file itself
+        reader = Messages(data)
+        for number, begin, end in reader.messages(0, len(data)):
+            if number == _GRAPH_NODE:
+                self._nodes.append(_node(data[begin:end]))
+                continue
+            self._others.append(_message(number, data[begin:end]))
+            if number not in (_GRAPH_OUTPUT, _GRAPH_INITIALIZER):
+                continue
+            texts = {n: data[a:b] for n, a, b in reader.messages(begin, end)}
+            if number == _GRAPH_OUTPUT:
+                self._outputs.append(texts[_OUTPUT_NAME].decode())
+            elif _TENSOR_RAW in texts:
+                self._constants[texts[_TENSOR_NAME].decode()] = texts[_TENSOR_RAW]
+
+    def bytes(self) -> bytes:
+        """Returns the graph's message."""
+        nodes = [_message(_GRAPH_NODE, node.message) for node in self._nodes]
+        return b"".join([*nodes, *self._others])
+
+    def replace_products(self, has_int8: bool) -> bool:
+        """Replaces the nodes of all products, and returns whether there was one."""
+        makers = {name: node for node in self._nodes for name in node.outputs if name}
+        uses = Counter(name for node in self._nodes for name in node.inputs)
+        uses.update(self._outputs)
+        made: dict[str, _Node] = {}  # by the output that is now FewRows'
+        for node in self._nodes:
+            product = self._int8(node, makers, uses) if has_int8 else None
+            product = product or _int4(node, makers, uses)
+            if product is not None:
+                made[node.outputs[0]] = product
+        self._nodes = [made.get(node.outputs[0], node) for node in self._nodes]
+        self._remove_unread()  # also a MatMulNBits that was replaced before the Add of its minima
+        return bool(made)
+
+    def _int8(
+        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]
+    ) -> _Node | None:
+        """Returns FewRows if `node` is the last of a row-wise int8 product, see quantize._Int8."""
+        product = _maker(node, 0, "Mul", "com.microsoft.MatMulIntegerToFloat", makers)
+        if product is None or uses[product.outputs[0]] != 1 or len(product.inputs) != 5:
+            return None
+        rows = _maker(product, 0, None, "QuantizeLinear", makers)
+        ratio = rows and _maker(rows, 0, None, "Div", makers)
+        most = ratio and _maker(ratio, 1, None, "ReduceMax", makers)
+        size = most and _maker(most, 0, None, "Abs", makers)
+        if not (rows and ratio and most and size):
+            return None
+        _, weight, one, scale, middle = product.inputs
+        constants = [self._constants.get(name) for name in (*rows.inputs[1:], one, middle)]
+        if (
+            constants != [_STEP, _MIDDLE, _ONE, _MIDDLE]
+            or node.inputs[1] != most.outputs[0]
+            or size.inputs[0] != ratio.inputs[0]
+        ):
+            return None
+        return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], 0)
+
+    def _remove_unread(self) -> None:
+        """Removes nodes whose outputs nobody reads, from the end on."""
+        read, kept = set(self._outputs), []
+        for node in reversed(self._nodes):
+            if read.intersection(node.outputs):
+                kept.append(node)
+                read.update(node.inputs)
+        self._nodes = kept[::-1]
+
+
+def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> _Node | None:
+    """Returns FewRows if `node` is a MatMulNBits, or adds the minima to one, see quantize._Int4."""
+    if node.operator == "com.microsoft.MatMulNBits":
+        bits, block = node.integers.get("bits", 4), node.integers.get("block_size", 1)
+        if len(node.inputs) > (4 if bits == 4 else 3) or node.integers.get("K", 1) % block:
+            return None
+        return _few_rows(node.inputs, node.outputs[0], bits)
+    product = _maker(node, 0, "Add", "com.microsoft.MatMulNBits", makers)
+    offset = _maker(node, 1, "Add", "MatMul", makers)
+    if product is None or offset is None or uses[product.outputs[0]] != 1:
+        return None
+    sums = _maker(offset, 0, None, "ReduceSum", makers)
+    cut = sums and _maker(sums, 0, None, "Reshape", makers)
+    if not cut or cut.inputs[0] != product.inputs[0] or len(product.inputs) != 4:
+        return None
+    return _few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], 4)
+
+
+def _maker(
+    node: _Node, index: int, operator: str | None, wanted: str, makers: Mapping[str, _Node]
+) -> _Node | None:
+    """Returns the node that makes this input, if it is a `wanted` and `node` is an `operator`."""
+    if operator is not None and node.operator != operator:
+        return None
+    maker = makers.get(node.inputs[index]) if index < len(node.inputs) else None
+    return maker if maker is not None and maker.operator == wanted else None
+
+
+def _few_rows(inputs: list[str], output: str, bits: int) -> _Node:
+    parts = [_message(_INPUT, name.encode()) for name in inputs]
+    attribute = _message(_ATTRIBUTE_NAME, b"bits") + _number(_ATTRIBUTE_INT, bits)
+    attribute += _number(_ATTRIBUTE_TYPE, _IS_INT)
+    parts += [
+        _message(_OUTPUT, output.encode()),
+        _message(_NAME, f"FewRows.{output}".encode()),
+        _message(_OPERATOR, b"FewRows"),
+        _message(_DOMAIN, DOMAIN.encode()),
+        _message(_ATTRIBUTE, attribute),
+    ]
+    return _Node(b"".join(parts), f"{DOMAIN}.FewRows", inputs, [output])
+
+
+def _node(message: bytes) -> _Node:
+    node, domain, reader = _Node(message), "", Messages(message)
+    for number, begin, end in reader.messages(0, len(message)):
+        if number == _INPUT:
+            node.inputs.append(reader.text(begin, end))
+        elif number == _OUTPUT:
+            node.outputs.append(reader.text(begin, end))
+        elif number == _OPERATOR:
+            node.operator = reader.text(begin, end)
+        elif number == _DOMAIN:
+            domain = reader.text(begin, end)
+        elif number == _ATTRIBUTE:
+            name = ""
+            for part, first, last, value in reader.fields(begin, end):
+                if part == _ATTRIBUTE_NAME:
+                    name = reader.text(first, last)
+                elif part == _ATTRIBUTE_INT:
+                    node.integers[name] = value
+    if domain not in ("", "ai.onnx"):
+        node.operator = f"{domain}.{node.operator}"
+    return node
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _message(number: int, message: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(message)) + message
