@@ -27,7 +27,7 @@ from tools.measure.hostile_load import Bounds, Server  # noqa: E402
 
 # Far wider than those of the load test: the machine may be busy. What a fault did took minutes, or
 # gigabytes.
-BOUNDS = Bounds(health=3, first=6, growth=500, patience=12)
+BOUNDS = Bounds(health=30, first=30, growth=500, patience=30)
 SECONDS = 0.6  # of a kind's rounds; what then still runs is left
 
 

@@ -182,14 +182,8 @@ def test_an_imported_drafter_changes_no_token(
     test_contract.py."""
     monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
     source = save_pard(tmp_path / "pard")
-    bundle = make_bundle.build(
-        BuildOptions(
-            model=str(llama),
-            precision="int8",
-            drafter_checkpoints=[source],
-            out=tmp_path / "bundle",
-        )
-    )
+    known: Any = {"drafter_checkpoints": [source], "precision": "int8", "lanes": 1}
+    bundle = make_bundle.build(BuildOptions(str(llama), out=tmp_path / "bundle", **known))
     require_lossless(bundle, ["pard"])
 
 

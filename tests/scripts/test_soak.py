@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from workshop import FluentWorkshop
 
 
-@pytest.mark.slow
 def test_the_soak_notices_a_wrong_answer(
     fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,11 +29,21 @@ def test_the_soak_notices_a_wrong_answer(
         return dataclasses.replace(result, token_ids=[3, *result.token_ids])
 
     monkeypatch.setattr(Engine, "generate", spoilt)
-    findings, _ = soak.soak(fluent.bundle("medusa"), seconds=1, seed=0, workers=1)
+    waited, fail = 0.0, soak.Findings.fail
+
+    def noticed(self: soak.Findings, what: str) -> None:
+        nonlocal waited
+        fail(self, what)
+        if "parts at token 0" in what:
+            waited = 60.0  # there is no more to find
+
+    monkeypatch.setattr(soak.Findings, "fail", noticed)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited, sleep=time.sleep)
+    monkeypatch.setattr(soak, "time", clock)
+    findings, _ = soak.soak(fluent.bundle("medusa"), seconds=60, seed=0, workers=1)
     assert any("parts at token 0" in failure for failure in findings.failures)
 
 
-@pytest.mark.slow
 def test_the_soak_of_a_batch_notices_another_answer(
     fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +54,8 @@ def test_the_soak_of_a_batch_notices_another_answer(
         return dataclasses.replace(result, token_ids=[3, *result.token_ids])
 
     monkeypatch.setattr(AsyncEngine, "generate", spoilt)
-    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=1)
+    monkeypatch.setattr(soak_batch, "REQUESTS", 12)
+    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=0, answers=6)
     assert len(found.parted) > len(ties)
     assert any("parts at token 0" in failure for failure in found.findings.failures)
 
