@@ -35,12 +35,6 @@ from spec_runtime.text.tokenizer import Tokenizer
 SCRIPTS = {"chunks of 1", "chunks of 7", "chunks of 64", "chain decode", "random trees"}
 
 
-@pytest.fixture(autouse=True)
-def _few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two random trees show the faults of a graph as six do."""
-    monkeypatch.setattr(replay, "NUM_TREES", 2)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("hf") / "tiny")
@@ -212,7 +206,6 @@ def test_accepted_length_goes_into_the_manifest(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)
-    monkeypatch.setattr(check.reference, "prompts", lambda: ("say abc", "one two"))
     out = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
     result = check.run(str(workshop.llama()), out, [])
     result.store_accepted_lengths()
@@ -258,6 +251,7 @@ def test_int8_of_the_demo_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)  # accepted length has no bound
     monkeypatch.setattr(replay, "LONGEST", 400)  # the demo's context is five times as long
+    monkeypatch.setattr(replay, "NUM_TREES", 2)
     try:
         demo.fetch()
     except UserError as error:
@@ -273,9 +267,7 @@ def test_a_bundle_that_cannot_be_written_is_checked_and_the_table_comes_first(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)
-    monkeypatch.setattr(check.reference, "prompts", lambda: ("say abc",))
-    monkeypatch.setattr(check, "make_scripts", lambda *given: make_scripts(*given)[4:5])
+    monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)
     model, json_file = str(workshop.llama()), tmp_path / "check.json"
     out = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
     before = (out / bundles.MANIFEST).read_text()

@@ -156,7 +156,12 @@ def test_a_stream_may_be_read_on_in_another_thread() -> None:
     thread.start()
     thread.join()
     begun = threading.Event()
-    threading.Timer(0.1, lambda: (begun.set(), stream.close())).start()
+
+    def close() -> None:
+        begun.set()
+        stream.close()
+
+    threading.Timer(0.1, close).start()
     engine.generate([1, 2, 3], max_new_tokens=3)  # waits, since another thread reads the stream
     assert begun.is_set()
 
