@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from workshop import FluentWorkshop
 
 
+@pytest.mark.slow
 def test_the_soak_notices_a_wrong_answer(
     fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +45,7 @@ def test_the_soak_notices_a_wrong_answer(
     assert any("parts at token 0" in failure for failure in findings.failures)
 
 
+@pytest.mark.slow
 def test_the_soak_of_a_batch_notices_another_answer(
     fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,8 +57,9 @@ def test_the_soak_of_a_batch_notices_another_answer(
 
     monkeypatch.setattr(AsyncEngine, "generate", spoilt)
     monkeypatch.setattr(soak_batch, "REQUESTS", 12)
-    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=0, answers=6)
+    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=0, answers=40)
     assert len(found.parted) > len(ties)
+    assert "whole" in {kind for kind, *_ in found.parted}
     assert any("parts at token 0" in failure for failure in found.findings.failures)
 
 
