@@ -26,8 +26,8 @@ from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.trees.tree import chain_parents  # noqa: E402
 
 DRAFTERS = drafters.trainable()
-PROMPTS = ("say abc, 3", "one two. one two. one", "The quick brown fox; 0123 0123")
-OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
+PROMPTS = ("say abc, 3", "The quick brown fox; 0123 0123")
+OPTIONS: Any = {"max_new_tokens": 24, "ignore_eos": True}
 ASKED: list[tuple[str, Any]] = [
     (prompt, OPTIONS | sampling)
     for prompt in PROMPTS
@@ -90,7 +90,8 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
 
 
 def test_check_passes(workshop: Workshop, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)  # accepted length has no bound
+    monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)  # accepted length has no bound
+    monkeypatch.setattr(check.reference, "prompts", lambda: ("say abc",))
     rows = check.run(str(workshop.cuda.llama()), folder, []).rows
     assert all(row.passed for row in rows)
     # what is compared with drafters' own weights is asked for with their checkpoints

@@ -41,7 +41,7 @@ from spec_runtime.trees.tree import TokenTree
 
 DRAFTERS = [*drafters.trainable(), "prompt_lookup", "lookahead", "none"]
 PROFILED = ("parallelspec", "eagle", "prompt_lookup")  # which pause, and have their trees cut
-SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 5}]
+SAMPLING: list[CallOptions] = [{}, {"temperature": 0.8, "seed": 6, "top_k": 20, "top_p": 0.9}]
 OPTIONS: list[CallOptions] = [
     {"max_new_tokens": 24, "ignore_eos": True, **sampling} for sampling in SAMPLING
 ]
@@ -122,10 +122,10 @@ def test_drafters_run_together_and_each_gets_its_own(
 
     monkeypatch.setattr(JointRuns, "_run_together", compare)
     engine = spec_runtime.load(folder, name, threads=1)
-    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=30, ignore_eos=True)
+    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=12, ignore_eos=True)
     for thread in [each for joint in joints for each in joint.opening.values()]:
         thread.join()
-    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=30, ignore_eos=True)
+    engine.generate_many(MANY, parallel=NUM_LANES, max_new_tokens=12, ignore_eos=True)
     assert max(numbers) == (1 if name in BY_THEMSELVES else NUM_LANES)
     assert ("pair_log_probs" in names) == (name in ("parallelspec", "peagle", "pard"))
 

@@ -99,7 +99,7 @@ def test_pauses_and_trees_cut_by_cost_change_no_token(default_engine: Engine, na
     is_trained, engine = name in drafters.trainable(), default_engine
     assert isinstance(engine.proposer, Pacer)
     sizes: dict[bool, list[int]] = {False: [], True: []}  # of trees, in a pause or not
-    for sampling in SAMPLING[:2]:
+    for sampling in SAMPLING:
         options = {"max_new_tokens": 110, "ignore_eos": True, **sampling}
         expected = engine.with_drafter("none").generate(PROMPTS[1], **options)
         is_pause = False

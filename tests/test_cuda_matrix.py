@@ -26,7 +26,7 @@ from spec_runtime.bundle import manifest as bundles  # noqa: E402
 pytestmark = pytest.mark.standin
 
 Build = Callable[[str, str], bundles.Bundle]
-CAPABILITIES = ("8.0", "8.9", "9.0", "12.0")
+CAPABILITIES = ("8.0", "9.0", "12.0")
 # Of each kind of target its family and fields of its config.
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 KINDS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ it fail, and a whole run over the stand-in for CUDA."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -76,7 +77,17 @@ def fake_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script.write_text(FAKE_PART)
     monkeypatch.setattr(gpu_check, "PART", [str(script)])
     monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0.1)
-    monkeypatch.setitem(gpu_check.SECONDS, "lanes", 1.0)
+
+    def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
+        """Has the time of what hangs pass once it does."""
+        log = tmp_path / "out" / "log.txt"
+        while (code := process.poll()) is None:
+            if log.read_bytes().endswith(b"about to hang\n"):
+                raise subprocess.TimeoutExpired(process.args, seconds)
+            time.sleep(0.01)
+        return code
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
 
 
 def call(out: Path, *words: object) -> tuple[int, dict[str, Any]]:
@@ -101,7 +112,7 @@ def test_a_crash_and_a_hang_lose_their_own_part_alone(
     last = "the last line of log.txt"
     expected = {
         "parity": f"the target: the process was ended by SIGSEGV; {last}: ==== parity ====",
-        "lanes": f"was still running after 1 s and was killed; {last}: about to hang",
+        "lanes": f"was still running after 120 s and was killed; {last}: about to hang",
         "losslessness": "limits {'there': 0.5}",  # handed on by an earlier part
         "attention": f"the process ended with exit code 1; {last}: no such thing",
     }
@@ -139,15 +150,15 @@ def test_parts_are_left_out_when_time_is_over_or_a_bundle_is_missing(
     assert (code, whys) == (0, {"the 0.0001 minutes were over"})
 
 
-def test_what_a_part_started_is_killed_with_it(tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    inner = f"import time; time.sleep(1.5); open({str(alive)!r}, 'w')"
-    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    with (tmp_path / "log").open("wb") as log:
-        ended = gpu_check.run_limited([sys.executable, "-c", outer], {}, 0.5, log.fileno())
+def test_what_a_part_started_is_killed_with_it() -> None:
+    """Both hold the pipe, which therefore ends with the last of them."""
+    reads, writes = os.pipe()
+    forked = "import os, time; os.fork(); time.sleep(60); print('alive')"
+    ended = gpu_check.run_limited([sys.executable, "-c", forked], {}, 0.5, writes)
+    os.close(writes)
     assert "was killed" in str(ended)
-    time.sleep(1.5)
-    assert not alive.exists()
+    with open(reads) as pipe:
+        assert pipe.read() == ""
 
 
 def test_the_command_itself_needs_the_standard_library_alone() -> None:

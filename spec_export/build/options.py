@@ -135,7 +135,7 @@ class BuildOptions:
     def _require_drafter_precision_fits(self) -> None:
         if self.drafter_precision is None:
             return
-        _require_one_of("drafter precision", self.drafter_precision, DRAFTER_PRECISIONS)
+        _require_one_of("drafter_precision", self.drafter_precision, DRAFTER_PRECISIONS)
         if not self.takes_quantised:
             raise UserError(
                 f"got drafter precision {self.drafter_precision} with device {self.device} and the "
@@ -221,4 +221,4 @@ class BuildOptions:
 def _require_one_of(what: str, got: str, known: Sequence[str]) -> None:
     """Raises UserError, which lists the known names, if `got` is none of them."""
     if got not in known:
-        raise UserError(f"got {what} {got!r}, expected one of {', '.join(known)}")
+        raise UserError(f"got {what} {got!r}, expected one of {', '.join(known)}", param=what)

@@ -187,7 +187,7 @@ def run(
                     made = Path(folder) / f"{precision}-{form}"
                     options = BuildOptions(
                         model, precision=precision, out=made, form=form, base=base,
-                        drafter_checkpoints=checkpoints,
+                        drafter_checkpoints=checkpoints, lanes=1,
                     )  # fmt: skip
                     make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)

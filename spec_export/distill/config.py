@@ -62,15 +62,15 @@ class DistillConfig:
         for name in ("num_prompts", "turns", "max_new_tokens", "max_prompt_tokens", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, expected at least 1")
+                raise UserError(f"{name} is {value}, expected at least 1", param=name)
         wrong = [value for value in self.temperatures if not 0 <= value < math.inf]
         if wrong or not self.temperatures:
-            raise UserError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
-        if self.engine not in ENGINES:
-            raise UserError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}")
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise UserError(f"precision is {self.precision!r}, expected one of {known}")
+            text = f"temperature is {self.temperature}, expected 0 (greedy) or more"
+            raise UserError(text, param="temperature")
+        for name, known in (("engine", ENGINES), ("precision", PRECISIONS)):
+            if getattr(self, name) not in known:
+                text = f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}"
+                raise UserError(text, param=name)
 
     def require_files(self) -> None:
         """Raises UserError unless the prompts can be read, the answers may be written, and the

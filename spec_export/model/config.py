@@ -198,7 +198,7 @@ def _require_count(raw: Any, name: str, most: int = MAX_COUNT) -> int:
     """Returns a number of the config; raises UserError unless it counts something."""
     value = getattr(raw, name)
     if type(value) is not int or not 1 <= value <= most:
-        raise UserError(f"got {name} {value!r:.40} in the config, expected 1 to {most}")
+        raise UserError(f"got {name} {value!r:.40} in the config, expected 1 to {most}", param=name)
     return value
 
 

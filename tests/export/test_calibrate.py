@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small import Run, toy_engine, write_small_bundle
+from workshop import FluentWorkshop, Workshop
 
 from spec_export import cli
 from spec_export.check import calibrate
@@ -207,15 +208,11 @@ def test_no_usable_answer_is_said() -> None:
 # ------------------------------------------------------------------------------------ real bundles
 
 
-# A drafter for each proposer.
-DRAFTERS = ("parallelspec", "dflash", "draft_model", "eagle3", "redrafter", "skip_layer")
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_bundle_is_calibrated_and_decodes_as_foretold(
-    workshop: Any, tmp_path: Path, name: str, run: Run
+    fluent: FluentWorkshop, tmp_path: Path, run: Run
 ) -> None:
-    folder = Path(shutil.copytree(workshop.bundle(name), tmp_path / "bundle"))
+    """Every drafter in one run."""
+    folder = Path(shutil.copytree(fluent.every(), tmp_path / "bundle"))
     prompts = tmp_path / "prompts.jsonl"
     texts = ["say abc, 3", "one two. one two. one", "x" * 5000]  # the last does not fit
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -225,23 +222,23 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     assert code == 0
     out, err = (" ".join(text.split()) for text in shown)
     assert "prompt 3 skipped: got a prompt of" in err
-    manifest = bundles.read(folder).manifest  # with all its hashes
-    (drafter,) = manifest.drafters
-    assert drafter.calibration is not None
-    assert before.drafters[0].calibration is None
-    assert drafter.expected_accepted_length == before.drafters[0].expected_accepted_length
-    engine = load(folder, name, threads=1, lookup=False, profile=False).with_budget(Budget(16))
-    runs = [engine.generate(text, max_new_tokens=24, reuse=False) for text in texts[:2]]
-    stats = Stats.total(run.stats for run in runs)
-    positions = f"{stats.committed_tokens} positions of 2 answers"
-    assert f"{name}: target's token among the guesses, {positions}" in out
-    assert drafter.calibration["prompts"] == 2
-    assert drafter.calibration["positions"] == stats.committed_tokens
-    foretold = drafter.calibration["accepted_length"]["16"]
-    assert stats.accepted_length == pytest.approx(foretold, abs=1e-4)
-    num_levels, num_candidates = np.array(drafter.calibration["accuracy"]).shape
-    assert 1 <= num_levels <= drafter.config.get("num_guesses", 5)
-    assert num_candidates > 1
+    after = bundles.read(folder).manifest  # with all its hashes
+    plain = load(folder, "none", threads=1, profile=False)
+    for old, drafter in zip(before.drafters, after.drafters, strict=True):
+        name, found = drafter.name, drafter.calibration
+        assert drafter == dataclasses.replace(old, calibration=found)
+        assert found is not None
+        engine = plain.with_drafter(name, lookup=False).with_budget(Budget(16))
+        runs = [engine.generate(text, max_new_tokens=24, reuse=False) for text in texts[:2]]
+        stats = Stats.total(run.stats for run in runs)
+        positions = f"{stats.committed_tokens} positions of 2 answers"
+        assert f"{name}: target's token among the guesses, {positions}" in out
+        assert (found["prompts"], found["positions"]) == (2, stats.committed_tokens)
+        foretold = found["accepted_length"]["16"]
+        assert stats.accepted_length == pytest.approx(foretold, abs=1e-4), name
+        num_levels, num_candidates = np.array(found["accuracy"]).shape
+        assert 1 <= num_levels <= drafter.config.get("num_guesses", 5)
+        assert num_candidates > 1
 
 
 def test_what_cannot_be_calibrated_is_one_line(tmp_path: Path, run: Run) -> None:
@@ -257,7 +254,7 @@ def test_what_cannot_be_calibrated_is_one_line(tmp_path: Path, run: Run) -> None
 
 
 def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
-    workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
 
@@ -271,7 +268,7 @@ def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
 
 
 def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stored(
-    workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     folder = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
     real, stored = bundles.write_manifest, dict[str, dict[str, Any]]()

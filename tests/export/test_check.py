@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bundles") / "tiny"
-    return make_bundle.build(BuildOptions(str(folder), out=out))
+    return make_bundle.build(BuildOptions(str(folder), out=out, lanes=1))
 
 
 @pytest.fixture
@@ -251,6 +251,7 @@ def test_int8_of_the_demo_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)  # accepted length has no bound
     monkeypatch.setattr(replay, "LONGEST", 400)  # the demo's context is five times as long
+    monkeypatch.setattr(replay, "NUM_TREES", 2)
     try:
         demo.fetch()
     except UserError as error:

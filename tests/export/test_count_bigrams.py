@@ -74,7 +74,7 @@ def test_a_counted_table_goes_into_the_bundle(workshop: Workshop, tmp_path: Path
     about = drafter.config, drafter.provenance, ids
     checkpoint.save_drafter(folder, drafter.state, drafter.name, *about, table)
 
-    make_bundle.build(BuildOptions(str(workshop.llama()), [], [folder], out=out))
+    make_bundle.build(BuildOptions(str(workshop.llama()), [], [folder], out=out, lanes=1))
     built = bundles.read(out)
     names = {spec.name for spec in built.manifest.drafters[0].graphs["drafter"].outputs}
     assert "pair_log_probs" in names

@@ -280,21 +280,21 @@ class _Late(BaseException):
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Stops what runs longer than SECONDS, and lets it take MEGABYTES more than there are."""
+    """Allows SECONDS of processor time, and MEGABYTES more than are taken already."""
 
     def stop(*_: Any) -> None:
         raise _Late(f"took more than {SECONDS:g} s")
 
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmData" in x)
     taken, infinity = int(line.split()[1]) * 1024, resource.RLIM_INFINITY
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     resource.setrlimit(resource.RLIMIT_DATA, (taken + MEGABYTES * 2**20, infinity))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_DATA, (infinity, infinity))
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 from said import Said
 from small import Run
 from tiny_gguf import write_gguf
@@ -248,19 +248,20 @@ def test_no_prompt_ended_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value"),
     [
-        ("num_prompts", 0, "expected at least 1"),
-        ("turns", 0, "expected at least 1"),
-        ("temperature", -1.0, "expected 0"),
-        ("temperature", (0.0, float("nan")), "expected 0"),
-        ("engine", "llama", "expected one of auto, transformers, openvino, vllm"),
-        ("precision", "int8", "expected one of fp32, bf16, fp16"),
+        ("num_prompts", 0),
+        ("turns", 0),
+        ("temperature", -1.0),
+        ("temperature", (0.0, float("nan"))),
+        ("engine", "llama"),
+        ("precision", "int8"),
     ],
 )
-def test_bad_settings(tmp_path: Path, field: str, value: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"{field} is .*{message}"):
+def test_bad_settings(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(UserError) as caught:
         config("m", tmp_path / "out.jsonl", **{field: value})
+    assert caught.value.param == field
 
 
 def test_missing_engine_is_one_line(
@@ -470,14 +471,12 @@ def test_a_model_of_the_same_name_does_not_go_on(model: str, tmp_path: Path) -> 
 def test_the_rate_is_that_of_generating(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(*_: Any) -> Any:
-        time.sleep(1)
-        return Chatty()
-
-    monkeypatch.setattr(distill, "open_engine", slowly)
-    started = time.perf_counter()
+    clock, chatty = FakeClock(), Chatty()
+    monkeypatch.setattr("time.perf_counter", clock.read)
+    monkeypatch.setattr(chatty, "generate", clock.taking(2, chatty.generate))
+    monkeypatch.setattr(distill, "open_engine", clock.taking(60, lambda *_: chatty))
     result = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=1))
-    assert result.seconds < time.perf_counter() - started - 1
+    assert result.seconds == clock.now - 60 > 0
 
 
 def test_a_full_disk_is_one_line(

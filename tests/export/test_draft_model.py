@@ -160,7 +160,7 @@ def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path
     """The target as its own draft model: as right as the trees are deep."""
     llama = str(workshop.llama())
     path = make_bundle.build(
-        BuildOptions(llama, ["draft_model"], out=tmp_path / "bundle", draft_model=llama)
+        BuildOptions(llama, ["draft_model"], out=tmp_path / "bundle", draft_model=llama, lanes=1)
     )
     engine = spec_runtime.load(path, "draft_model", threads=1, lookup=False)
     plain = engine.with_drafter("none")

@@ -64,7 +64,7 @@ def test_a_stateless_one_runs_from_the_last_feature(workshop: Workshop, tmp_path
         tmp_path / "drafter", drafter.state_dict(), "amphista", drafter.config, {}
     )
     bundle = make_bundle.build(
-        BuildOptions(str(workshop.llama()), ["amphista"], [saved], "fp32", out=tmp_path / "bundle")
+        BuildOptions(str(workshop.llama()), (), [saved], out=tmp_path / "bundle", lanes=1)
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
     assert isinstance(engine.proposer, OnePassProposer)

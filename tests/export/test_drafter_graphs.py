@@ -146,7 +146,6 @@ def test_parallelspec(options: dict[str, Any], has_bigrams: bool, tmp_path: Path
         ("redrafter", {}),
         ("redrafter", {"num_guesses": 2, "num_layers": 0}),
         ("redrafter", {"width": "both", "head": "own", "num_guesses": 3}),
-        ("redrafter", {"width": "both", "num_guesses": 3}),
         ("semi_autoregressive", {}),
         ("semi_autoregressive", {"kind": "lstm", "head": "shared"}),
         ("semi_autoregressive", {"kind": "rnn", "head": "shared"}),

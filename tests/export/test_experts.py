@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,10 @@ import torch
 from contract import PROMPTS
 from safetensors.torch import load_file, save_file
 from tiny_target import save_llama
-from workshop import Workshop
 
 import spec_runtime
+from spec_export.build import make_bundle
+from spec_export.build.make_bundle import BuildOptions
 from spec_export.graphs.edit import input_at
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.trace import GraphInput, export
@@ -178,49 +178,36 @@ def test_tensorrt_has_no_operator_for_experts(gpt_oss: Path) -> None:
         target.require_standard_operators(target.resolve(str(gpt_oss)))
 
 
-class GptOssWorkshop(Workshop):
-    target = MappingProxyType({"family": "gpt_oss"} | GPT_OSS)
-
-
-class QwenWorkshop(Workshop):
-    """Has a target with a layer of experts, whose weights do not sum to 1, and a dense one."""
-
-    target = MappingProxyType(
-        {
-            **{"family": "qwen3_moe", "head_dim": 16, "mlp_only_layers": [1]},
-            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-            "norm_topk_prob": False,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def workshops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workshop]:
-    kinds: dict[str, type[Workshop]] = {"gpt_oss": GptOssWorkshop, "qwen3_moe": QwenWorkshop}
-    return {name: kind(tmp_path_factory.mktemp(name)) for name, kind in kinds.items()}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_oss": GPT_OSS,
+    "qwen3_moe": {  # a layer of experts, whose weights do not sum to 1, and a dense one
+        **{"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "mlp_only_layers": [1]},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        "norm_topk_prob": False,
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("family", "precision"),
     [("gpt_oss", "fp32"), ("gpt_oss", "int8"), ("qwen3_moe", "fp32"), ("qwen3_moe", "int4")],
 )
-def test_drafts_change_no_token(
-    workshops: dict[str, Workshop], family: str, precision: str
-) -> None:
-    """With a trained drafter and with prompt lookup; every token is the argmax of the row that
-    verified it, and in fp32 the text is plain decoding's."""
-    engine = spec_runtime.load(workshops[family].bundle("medusa", precision), threads=1)
-    for each in (engine, engine.with_drafter("prompt_lookup")):
-        num_accepted = 0
-        for prompt in PROMPTS[:2]:
-            tokens = []
-            for step in each.steps(prompt, max_new_tokens=30, ignore_eos=True):
-                if step.verified is not None:
-                    assert step.tokens == step.verified.argmax_N[step.path].tolist()
-                num_accepted += step.num_accepted
-                tokens += step.tokens
-            if precision == "fp32":
-                plain = engine.with_drafter("none")
-                expected = plain.generate(prompt, max_new_tokens=30, ignore_eos=True)
-                assert tokens == expected.token_ids
-        assert num_accepted > 0
+def test_drafts_change_no_token(family: str, precision: str, tmp_path: Path) -> None:
+    """Every token is the argmax of the row that verified it, and in fp32 the text is plain
+    decoding's."""
+    model = save_llama(tmp_path / family, family=family, **MODELS[family])
+    options = BuildOptions(str(model), precision=precision, out=tmp_path / "bundle", lanes=1)
+    engine = spec_runtime.load(make_bundle.build(options), "prompt_lookup", threads=1)
+    num_accepted = 0
+    for prompt in PROMPTS:
+        tokens = []
+        for step in engine.steps(prompt, max_new_tokens=30, ignore_eos=True):
+            if step.verified is not None:
+                assert step.tokens == step.verified.argmax_N[step.path].tolist()
+            num_accepted += step.num_accepted
+            tokens += step.tokens
+        if precision == "fp32":
+            plain = engine.with_drafter("none")
+            expected = plain.generate(prompt, max_new_tokens=30, ignore_eos=True)
+            assert tokens == expected.token_ids
+    assert num_accepted > 0

@@ -154,11 +154,6 @@ def model_of(case: str) -> Any:
     return tiny(case.split(",")[0], **SIZES | (CASES | MORE)[case])
 
 
-def traced(case: str) -> ir.Model:
-    """Returns a model's graph in the contiguous form."""
-    return export_backbone(backbone_of(model_of(case)))
-
-
 def close(actual: Any, expected: Any) -> None:
     assert difference(actual, expected) <= RELATIVE_TOLERANCE
 
@@ -381,7 +376,7 @@ def test_a_drafter_on_the_targets_own_layers_reads_their_masks_and_tables(tmp_pa
 
 def test_softcaps_are_refused_with_tensorrt() -> None:
     with pytest.raises(UnsupportedModelError, match="got a softcap of 3 on attention scores"):
-        with_additive_masks(traced("gemma2"))
+        with_additive_masks(graph_of_all().clone())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -488,12 +483,12 @@ def test_an_unknown_family_is_refused_before_torch_is_imported(tmp_path: Path) -
 
 def test_tensorrt_refuses_convolutions() -> None:
     with pytest.raises(UnsupportedModelError, match="convolution layers and backend tensorrt"):
-        adapt(traced("lfm2"), "fp16")
+        adapt(graph_of_all().clone(), "fp16")
 
 
 def test_positions_stay_whole_numbers_in_half_precision() -> None:
     """In float16 they would be wrong from 2049 on."""
-    graph = narrow(traced("lfm2"), "fp16").graph
+    graph = narrow(graph_of_all().clone(), "fp16").graph
     types = {value.name: value.dtype for value in graph.inputs if str(value.name).startswith("kv.")}
     assert types.pop(POSITIONS) == ir.DataType.INT64
     assert set(types.values()) == {ir.DataType.FLOAT16}

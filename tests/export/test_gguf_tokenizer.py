@@ -309,7 +309,7 @@ def test_tokens_beyond_the_embedding_are_refused_before_anything_is_exported(
 def test_check_compares_a_bundle_with_the_file_itself(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, eot=0)
-    make_bundle.build(BuildOptions(str(path), out=tmp_path / "out"))
+    make_bundle.build(BuildOptions(str(path), out=tmp_path / "out", lanes=1))
     opened = bundles.read(tmp_path / "out")
     assert opened.manifest.tokenizer.special_ids == {"bos": 1, "eos": [0, 2], "pad": 2}
     tokenizer = open_file(path)

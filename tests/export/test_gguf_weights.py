@@ -451,7 +451,7 @@ def test_a_file_of_llama_3_builds_and_answers_as_transformers_does(tmp_path: Pat
     config = model.config.to_dict() | {"rope_parameters": LLAMA3}
     reference = type(model)(type(model.config).from_dict(config)).eval()
     reference.load_state_dict(model.state_dict())
-    out = make_bundle.build(BuildOptions(str(path), out=tmp_path / "out"))
+    out = make_bundle.build(BuildOptions(str(path), out=tmp_path / "out", lanes=1))
     prompt = [int(i) for i in np.random.default_rng(0).integers(3, 260, size=100)]
     engine = spec_runtime.load(out, threads=1)
     found = engine.generate(prompt, max_new_tokens=16, ignore_eos=True).token_ids

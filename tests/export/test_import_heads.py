@@ -214,7 +214,7 @@ def test_an_imported_drafter_is_measured_and_changes_no_token(
     eagle = run(str(folders["eagle"]), str(llama), tmp_path / "eagle")
     drafters = [eagle, folders["medusa"]]
     bundle = make_bundle.build(
-        BuildOptions(model=str(llama), drafter_checkpoints=drafters, out=tmp_path / "bundle")
+        BuildOptions(str(llama), (), drafters, out=tmp_path / "bundle", lanes=1)
     )
     manifest = bundles.read(bundle).manifest
     for drafter in manifest.drafters:  # with this length the engine compares its own

@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
-from workshop import Workshop
+from workshop import FluentWorkshop, Workshop
 
 import spec_runtime
 from spec_export import drafters
-from spec_export.build import make_bundle
-from spec_export.build.make_bundle import BuildOptions
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.bundle.operators import OPERATORS, require_known_graph
 from spec_runtime.trees.budget import Budget
 
-ALL = drafters.trainable()
-KINDS = ["parallelspec", "dflash", "draft_model", "eagle3", "redrafter", "skip_layer"]
 # CUDA has no Pad for integers, no provider has one for bfloat16, and ReduceMax needs cuDNN.
 NOT_ON_CUDA = {"Pad", "ReduceMax"}
 
 
-@pytest.mark.parametrize(
-    ("names", "options"),
-    [
-        (["parallelspec"], {"precision": "fp32"}),
-        (ALL, {"precision": "fp16", "device": "cuda"}),
-        (["parallelspec"], {"precision": "int8"}),
-        (KINDS, {"precision": "int4"}),
-        (["parallelspec", "hydra"], {"precision": "fp32", "form": "contiguous"}),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize("case", ["fp32", "int8", "int4", "contiguous", "fp16 on CUDA"])
 def test_every_graph_of_a_build_is_taken(
-    workshop: Workshop, tmp_path: Path, names: list[str], options: dict[str, Any]
+    fluent: FluentWorkshop, workshop: Workshop, tmp_path: Path, case: str
 ) -> None:
-    if options.get("device") == "cuda":
-        out = workshop.cuda.lanes(options["precision"])
+    names = ["parallelspec", "hydra"] if case == "contiguous" else drafters.trainable()
+    if case == "int4":
+        out = fluent.build(tmp_path / "bundle", *names, precision=case, lanes=2)
+    elif case == "contiguous":
+        out = fluent.build(tmp_path / "bundle", *names, form=case)
+    elif case == "fp16 on CUDA":
+        out = workshop.cuda.lanes("fp16")
     else:
-        folders = [workshop.drafter(name) for name in names]
-        out = make_bundle.build(
-            BuildOptions(str(workshop.llama()), [], folders, out=tmp_path / "b", **options)
-        )
+        out = fluent.every(case, lanes=3 if case == "fp32" else 1)
+    if "CUDA" not in case:
         require_running(out, names)
     bundle = bundles.read(out)
     graphs = [*bundle.manifest.graphs.values()]
     for drafter in bundle.manifest.drafters:
         graphs += drafter.graphs.values()
     assert len(graphs) > len(names)
-    banned = NOT_ON_CUDA if options.get("device") == "cuda" else set()
+    banned = NOT_ON_CUDA if "CUDA" in case else set()
     for graph in graphs:
         require_known_graph(bundle, graph)
         model, outline = ir.load(bundle.file(graph.file)), read_outline(bundle.file(graph.file))
@@ -64,7 +53,7 @@ def test_every_graph_of_a_build_is_taken(
         }
 
 
-def require_running(folder: Path, names: list[str]) -> None:
+def require_running(folder: Path, names: Sequence[str]) -> None:
     """Drafts a few steps with each drafter of a bundle."""
     plain = spec_runtime.load(folder, "none", threads=1)
     for name in names:

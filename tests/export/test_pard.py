@@ -52,10 +52,10 @@ def published_logits(model: Any, token_T: Tensor, mask: int, num_masks: int) -> 
 
 
 def check_against(
-    model: Any, mask: int, vocabulary: Tensor, drafter: Drafter, folder: Path
+    model: Any, mask: int, vocabulary: Tensor, drafter: Drafter, folder: Path | None
 ) -> None:
-    """Compares the guesses of module and graph, in both forms, with `published_logits` over a
-    `vocabulary`; the graph reads a text in chunks of uneven size."""
+    """Compares the guesses of the module with `published_logits` over a `vocabulary`, and given a
+    folder those of the graph in both forms, which reads a text in chunks of uneven size."""
     batch, K = make_batch((24,)), drafter.config.num_masks
     token_T, V = batch.token_BT[0], len(drafter.embed_VD)
     log_q: dict[int, Tensor] = {}
@@ -66,6 +66,8 @@ def check_against(
     ids, log_probs = (x[0].numpy() for x in drafter.guesses(batch, 5))
     for t in range(23):
         assert check_guesses(ids[t], log_probs[t], log_q[t]).max() <= TOLERANCE, t
+    if folder is None:
+        return
     graph = drafter.export(backbone().config)["drafter"]
     for form, exported in (("contiguous", graph), ("slots", to_slots(graph.clone()))):
         runner, begin = Runner(exported, folder / form, form, 64), 0
@@ -81,12 +83,9 @@ def check_against(
             check_pairs(drafter, got)
 
 
-@pytest.mark.parametrize("vocabulary", [TRIMMED, None], ids=["trimmed", "whole"])
-def test_module_and_graph_are_the_published_model(
-    vocabulary: Tensor | None, tmp_path: Path
-) -> None:
+def test_module_and_graph_are_the_published_model(tmp_path: Path) -> None:
     """With a table of bigrams its pairs are the module's."""
-    drafter = make_drafter("pard", vocabulary, num_masks=3, top_k=5)
+    drafter = make_drafter("pard", TRIMMED, num_masks=3, top_k=5)
     drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
     check_against(drafter.model, VOCAB, drafter.draft_token_ids, drafter, tmp_path)
 
@@ -143,7 +142,8 @@ def test_what_is_imported_is_the_published_model(
     of_target = Backbone.from_transformers(target.load(target.resolve(str(llama)))[0])
     drafter = load_module(saved, of_target.config, target.ends(of_target))
     assert drafter.config.num_guesses == 8
-    check_against(model, mask, torch.arange(98), drafter, tmp_path)
+    folder = tmp_path if "dtype" in options else None  # of one family
+    check_against(model, mask, torch.arange(98), drafter, folder)
 
 
 def test_a_target_may_have_more_rows_than_the_model(llama: Path, tmp_path: Path) -> None:
@@ -182,14 +182,8 @@ def test_an_imported_drafter_changes_no_token(
     test_contract.py."""
     monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1",))
     source = save_pard(tmp_path / "pard")
-    bundle = make_bundle.build(
-        BuildOptions(
-            model=str(llama),
-            precision="int8",
-            drafter_checkpoints=[source],
-            out=tmp_path / "bundle",
-        )
-    )
+    known: Any = {"drafter_checkpoints": [source], "precision": "int8", "lanes": 1}
+    bundle = make_bundle.build(BuildOptions(str(llama), out=tmp_path / "bundle", **known))
     require_lossless(bundle, ["pard"])
 
 

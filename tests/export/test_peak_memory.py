@@ -35,7 +35,7 @@ from spec_export.build.make_bundle import BuildOptions, build
 make_bundle.needs.say = lambda needs, out, report: print(needs.memory, needs.disk, end=" ")
 tiny, model, out = sys.argv[1:]
 for each in (tiny, model):
-    folder = build(BuildOptions(each, precision="int4", out=Path(out)))
+    folder = build(BuildOptions(each, precision="int4", out=Path(out), lanes=2))
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     # not `ru_maxrss`, which begins with the peak of the process that started this one
     peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]

@@ -32,6 +32,12 @@ HEAD_VK = rng.normal(size=(V, K)).astype(np.float32)
 TABLE_VK = rng.normal(size=(V, K)).astype(np.float32)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Gives each test its own numbers, whichever tests ran before it."""
+    rng.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+
 def small_graph(
     weight: np.ndarray = WEIGHT_KN, head: np.ndarray = HEAD_VK, table: np.ndarray = TABLE_VK
 ) -> ir.Model:

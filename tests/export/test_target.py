@@ -328,6 +328,17 @@ def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]
             "got rotary parameter 'short_mscale' in the config, which is not supported",
         ),
         ("config.json", {"model_type": "gpt2"}, "a model of type 'gpt2', which is not supported"),
+        ("config.json", {"layer_types": ["mamba"] * 2}, "kind 'linear_attention' in a 'llama' mo"),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "got rotary embedding 'dynamic'",
+        ),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5 in a 'llama' model",
+        ),
         ("adapter_config.json", {}, "got an adapter of type None, expected LORA"),
     ],
 )

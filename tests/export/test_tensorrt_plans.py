@@ -21,7 +21,7 @@ import torch
 from graphs import Runner, graph_of
 from small import Run
 from tiny_backbone import backbone_of, tiny
-from workshop import Workshop
+from workshop import FluentWorkshop, Workshop
 
 import spec_runtime
 from spec_export import cli, drafters
@@ -466,13 +466,13 @@ def test_what_tensorrt_cannot_parse_is_one_line(
     ("names", "capabilities"),
     [
         ([name for name in drafters.trainable() if name != SHARED_CACHE], CAPABILITIES[1:2]),
-        (["parallelspec"], CAPABILITIES[::2]),
+        ([], CAPABILITIES[::2]),
     ],
     ids=["all drafters", "two other GPUs"],
 )
 def test_target_and_drafters_are_built(
     rtx: Any,
-    workshop: Workshop,
+    fluent: FluentWorkshop,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     record_property: Callable[[str, object], None],
@@ -480,7 +480,7 @@ def test_target_and_drafters_are_built(
     capabilities: tuple[str, ...],
 ) -> None:
     options = {"compute_capabilities": [",".join(capabilities)], "report": TerminalReport()}
-    out = built(workshop, tmp_path / "bundle", "fp16", *names, **options)
+    out = built(fluent, tmp_path / "bundle", "fp16", *names, **options)
     plans = plans_of(bundles.read(out))
     assert {name.partition("-")[0] for name in plans} == {"target", *names}
     for name, each in plans.items():
@@ -497,13 +497,13 @@ def test_target_and_drafters_are_built(
 def test_the_other_graphs_and_precisions_are_built(
     rtx: Any, workshop: Workshop, backbone: Backbone, tmp_path: Path, precision: str
 ) -> None:
-    """Builds in every precision the graph of a drafter that no bundle here has and a target with
-    sliding windows, and in those that no bundle of drafters here has also one of the others."""
+    """Builds a target with windows in every precision, a drafter on the target's layers, which no
+    bundle here has, and in the precisions without a bundle of drafters one of the others."""
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     models = {"windows": with_windows(dtypes[precision])}
-    for name in (SHARED_CACHE, *(["parallelspec"] if precision != "fp16" else [])):
-        for role, model in drafter_graphs(workshop, backbone, name).items():
-            models[f"{name}-{role}"] = model
+    name = SHARED_CACHE if precision == "fp16" else "parallelspec"
+    for role, model in drafter_graphs(workshop, backbone, name).items():
+        models[f"{name}-{role}"] = model
     for name, model in models.items():
         build.adapt(model, precision)
         path = tmp_path / f"{name}.onnx"

@@ -43,25 +43,39 @@ def test_a_run_leaves_a_drafter_and_its_curves(finished: Path) -> None:
     assert measured["accepted_length"] == float(validated[-1]["accepted_length"])
     assert saved.provenance["steps"] == 7
     assert saved.provenance["target"] == "llama"
-    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "step-00000006",
         "step-00000007",
     ]
 
 
-# One of two processes takes longer for its features than the group waits for anybody.
-SLOW_FEATURES = """
-import datetime, time
-import accelerate
-from spec_export.training import features, run
-made, forward = run.Accelerator, features._forward
-limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=4))
-run.Accelerator = lambda kwargs_handlers: made(kwargs_handlers=[*kwargs_handlers, limit])
-def slow(*arguments):
-    time.sleep(6)
-    return forward(*arguments)
-features._forward = slow
+def test_a_curve_is_drawn(plot: Any, tmp_path: Path) -> None:
+    validated = {"step": 2, "accepted_length": 1.5, "top1_0": 0.5, "top5_0": 0.75}
+    for rows in ([{"step": 1, "loss": 2.0}], [{"step": 1, "loss": 2.0}, validated]):
+        plot(rows, tmp_path / "curves.png")
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The first process computes its features while the second waits for them, out of the group's sight,
+# which would give up.
+LATE_FEATURES = """
+import pathlib, time
+from spec_export.training import features
+here, wait, forward = pathlib.Path({!r}), features.wait, features._forward
+def waiting(*arguments):
+    (here / "waits").touch()
+    wait(*arguments)
+    (here / "goes on").touch()
+def late(*arguments):
+    for _ in range(6000):
+        if (here / "waits").exists():
+            break
+        time.sleep(0.01)
+    found = forward(*arguments)
+    if (here / "goes on").exists():
+        (here / "early").touch()
+    return found
+features.wait, features._forward = waiting, late
 """
 
 
@@ -80,7 +94,10 @@ def test_two_processes_train_as_one_with_twice_the_batches(
         else:
             sets = [word for option in options for word in ("--set", option)]
             words = ["train", str(recipe), "--out", str(out), *sets]
-            train_in_processes([(2, {}, str(tmp_path / "log"), words)], SLOW_FEATURES)
+            late = LATE_FEATURES.format(str(tmp_path))
+            train_in_processes([(2, {}, str(tmp_path / "log"), words)], late)
+            assert (tmp_path / "waits").exists()
+            assert not (tmp_path / "early").exists()
         losses[processes] = [float(row["loss"]) for row in curve(out) if row["loss"]]
     assert len(losses[1]) >= 3
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)

@@ -30,6 +30,7 @@ from spec_runtime.errors import UserError
 
 FOLDER = Path(__file__).parent / "written_by_speculators"
 NAMES = ("z-lab", "z-lab-defaults", "dflash", "dspark", "dflash-trained", "dspark-trained")
+GRAPHS = ("z-lab", "dspark-trained")  # of the others' make see test_drafter_graphs.py
 TOLERANCE = 1e-4
 Golden = dict[str, Tensor]
 
@@ -65,9 +66,11 @@ def expected_of(golden: Golden, module: Any) -> tuple[Tensor, Tensor | None]:
 @pytest.mark.parametrize("name", NAMES)
 def test_we_guess_as_the_library_does(name: str, llama: Path, tmp_path: Path) -> None:
     """All guesses of the module's whole blocks behind every root, and after every token before
-    them; and of the graph's over a cache, to which the context comes in chunks."""
+    them; and of some graphs' over a cache, to which the context comes in chunks."""
     golden, (module, backbone) = golden_of(name), imported(name, llama, tmp_path / "out")
     check_module(golden, module)
+    if name not in GRAPHS:
+        return
     every = len(module.draft_token_ids)  # so that pairs leave nothing to a tail
     module.config = dataclasses.replace(module.config, top_k=every)
     model = module.export(backbone.config)["drafter"]

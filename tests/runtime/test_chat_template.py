@@ -136,16 +136,18 @@ def test_templates_still_do_what_prompts_need() -> None:
         assert ChatTemplate(source).render(MESSAGES).startswith(expected), source
 
 
-def test_long_conversations_are_rendered_in_time() -> None:
-    """Two thousand messages, 4 MB: far longer than any context of today."""
+def test_long_conversations_are_rendered_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand messages, 4 MB: far longer than any context of today. Other programs of a busy
+    machine do not count."""
     source = (
         "{% set n = namespace(text='') %}{% for m in messages %}{% set n.text = m.content.replace("
         "'<think>', '') | trim %}<{{ m.role }}>{{ n.text + '\n' }}{% endfor %}"
     )
     messages = [{"role": "user", "content": "word " * 400}] * 2000
-    begin = time.monotonic()
+    limit, begin = chat_template.MAX_SECONDS, time.process_time()
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 60.0)
     assert len(ChatTemplate(source).render(messages)) > 3_900_000
-    assert time.monotonic() - begin < chat_template.MAX_SECONDS / 2
+    assert time.process_time() - begin < limit / 2
 
 
 def test_the_limits_begin_anew_with_each_rendering(monkeypatch: pytest.MonkeyPatch) -> None:

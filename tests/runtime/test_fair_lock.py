@@ -155,10 +155,15 @@ def test_a_stream_may_be_read_on_in_another_thread() -> None:
     thread = threading.Thread(target=next, args=[stream])
     thread.start()
     thread.join()
-    closing = threading.Timer(0.1, stream.close)
-    closing.start()
+    begun = threading.Event()
+
+    def close() -> None:
+        begun.set()
+        stream.close()
+
+    threading.Timer(0.1, close).start()
     engine.generate([1, 2, 3], max_new_tokens=3)  # waits, since another thread reads the stream
-    assert not closing.is_alive()
+    assert begun.is_set()
 
 
 def test_a_thread_does_not_wait_for_its_own_stream() -> None:

@@ -108,9 +108,14 @@ def test_other_threads_go_on_while_a_text_is_encoded_or_decoded(
             lambda: tokenizer.encode(text, True, is_marked),
             lambda: tokenizer.decode(ids),
         ):
-            before = count
-            call()
-            counts.append(count - before)
+            most = 0
+            for _ in range(100):  # a busy machine may leave this thread alone for a call or two
+                before = count
+                call()
+                most = max(most, count - before)
+                if most > 5:
+                    break
+            counts.append(most)
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,10 +37,19 @@ def test_the_soak_notices_a_wrong_answer(
         return changed(await generate(self, *arguments, **options))
 
     monkeypatch.setattr(spoilt, "generate", by_engine if spoilt is Engine else by_several)
-    findings, _ = soak.soak(fluent.bundle("medusa"), 1, seed=0, workers=workers, parallel=2)
-    kinds = ("generate: ", "shared: whole: ")
-    named = [each for each in findings.failures if each.startswith(kinds)]
-    assert any("parts at token 0" in failure for failure in named)
+    waited, fail = 0.0, soak.Findings.fail
+
+    def noticed(self: soak.Findings, what: str) -> None:
+        nonlocal waited
+        fail(self, what)
+        if what.startswith(("generate: ", "shared: whole: ")) and "parts at token 0" in what:
+            waited = 60.0  # there is no more to find
+
+    monkeypatch.setattr(soak.Findings, "fail", noticed)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited, sleep=time.sleep)
+    monkeypatch.setattr(soak, "time", clock)
+    soak.soak(fluent.bundle("medusa"), 60, seed=0, workers=workers, parallel=2)
+    assert waited, "nobody noticed"
 
 
 @pytest.mark.parametrize(
