@@ -220,6 +220,31 @@ def test_an_encoding_without_the_characters(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "printed"),
+    [
+        ("cp1252", b"caf\xe9 ? ? \x93?"),
+        ("latin-1", b"caf\xe9 ? ? ??"),
+        ("ascii:strict", b"caf? ? ? ??"),
+        ("utf-8:strict", "caf\u00e9 \u2028 \U0001f600 \u201c?".encode()),
+    ],
+)
+def test_characters_that_a_console_lacks_are_question_marks(encoding: str, printed: bytes) -> None:
+    """An escape such as \\u2028 would look like the answer's own text."""
+    text = "caf\u00e9 \u2028 \U0001f600 \u201c\ud800"
+    program = (
+        f"from spec_runtime.cli import boundary; boundary.end([], lambda: print({text!a}) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, printed + b"\n"), done.stderr
+
+
 WAITING = """
 import signal, sys, time
 from spec_runtime.cli import boundary

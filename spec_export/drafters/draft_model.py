@@ -228,6 +228,9 @@ class _PretrainedGraph(nn.Module):
         self.backbone, self.vocab_size, self.top_k = backbone, vocab_size, top_k
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        rows = len(self.backbone.embedding.weight)
+        if rows < self.vocab_size:  # only the target's padding has higher ids
+            inputs = (inputs[0].clamp(max=rows - 1), *inputs[1:])
         logits_MV, _, *caches = self.backbone(*inputs)
         if self.vocab_size < logits_MV.shape[1]:
             logits_MV = logits_MV[:, : self.vocab_size]
