@@ -198,9 +198,10 @@ class Pretrained:
 
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
         """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never
-        guessed."""
+        guessed; those of the target's own padding may be missing in it."""
         self.config = config
         self.backbone, self._vocab_size = backbone, vocab_size
+        backbone.embedding.is_bounded = len(backbone.embedding.weight) < vocab_size
 
     def parameters(self) -> Iterator[Tensor]:
         """Returns all its weights: it shares none with the target."""
@@ -228,9 +229,6 @@ class _PretrainedGraph(nn.Module):
         self.backbone, self.vocab_size, self.top_k = backbone, vocab_size, top_k
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        rows = len(self.backbone.embedding.weight)
-        if rows < self.vocab_size:  # only the target's padding has higher ids
-            inputs = (inputs[0].clamp(max=rows - 1), *inputs[1:])
         logits_MV, _, *caches = self.backbone(*inputs)
         if self.vocab_size < logits_MV.shape[1]:
             logits_MV = logits_MV[:, : self.vocab_size]

@@ -171,8 +171,8 @@ class Guards:
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Returns the body, unpacked. Raises ApiError if it is too large, packed or not, or does not
-        come in time, and ClientGone if it ends early."""
+        """Returns the body, unpacked. Raises ApiError if it is too large, packed or not, or does
+        not come in time, and ClientGone if it ends early."""
         message = (
             f"The request's body is larger than {self._max_body} bytes, the most allowed here."
         )
