@@ -11,6 +11,7 @@ from typing import Any
 from spec_export.model import annex, foreign_json
 from spec_export.model.families import FAMILIES, require_known, wrappers
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files.machine import require_utf8
 
 # Files of a folder that hold all weights, each before the index of several, INDEX after its name:
 # the first that is there is read, as transformers does, and no other.
@@ -43,6 +44,7 @@ def path_of(model: str) -> Path | None:
         path = Path(model).expanduser()
     except RuntimeError:
         raise UserError(f"got model {model}, expected a path: there is no such user") from None
+    require_utf8(path)
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", annex.lora.CONFIG)):
             raise UserError(
