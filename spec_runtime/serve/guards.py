@@ -214,8 +214,8 @@ def _decoded(body: bytes, encoding: str, most: int) -> bytes:
     if encoding not in ENCODINGS:
         known = ", ".join(ENCODINGS)
         message = f"got Content-Encoding {brief(encoding, 80)!r}, expected {known}, or none."
-        more = {"code": "unsupported_encoding", "headers": {"Accept-Encoding": known}}
-        raise ApiError(415, message, **more)
+        headers = {"Accept-Encoding": known}
+        raise ApiError(415, message, code="unsupported_encoding", headers=headers)
     is_bare = encoding == "deflate" and body[0] & 15 != zlib.DEFLATED  # as some clients send it
     reader = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else ENCODINGS[encoding])
     try:

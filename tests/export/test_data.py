@@ -89,9 +89,12 @@ def test_rows_of_other_tools_are_the_same_chat(tmp_path: Path, row: dict[str, An
     assert tokenizer.decode(example.token_T.tolist()) == text
 
 
-@pytest.mark.parametrize("asks", ["human", "user", "Human", " USER "])
 @pytest.mark.parametrize(
-    "answers", ["gpt", "chatgpt", "bing", "bard", "bot", "model", "assistant", "GPT", "Assistant"]
+    ("asks", "answers"),
+    [
+        *(("human", name) for name in ("gpt", "chatgpt", "bing", "bard", "bot", "model", "GPT")),
+        *((name, "assistant") for name in ("user", "Human", " USER ")),
+    ],
 )
 @pytest.mark.parametrize("key", ["conversations", "messages"])
 def test_answers_are_the_assistants_whatever_its_name(

@@ -272,18 +272,13 @@ def test_damaged_safetensors_are_one_line(folder: Path, content: bytes | None) -
     assert re.search(r"could not load .*/model|files hold .* bytes", found), found
 
 
+MAPS: list[Any] = [5, {}, [], None, "x", {"a": 1}, {"a": ["model.safetensors"]}, {"a": "x\0"}]
+MAPS += [{"a": "../six/model.safetensors"}, {"a": "/etc/passwd"}, {"a": "y" * 5000}]
+
+
 @pytest.mark.parametrize(
     "index",
-    [
-        *("[" * 100_000, "[]"),
-        *(
-            json.dumps({"weight_map": value})
-            for value in (
-                *(5, {}, [], None, "x", {"a": 1}, {"a": ["model.safetensors"]}, {"a": "x\0"}),
-                *({"a": "../six/model.safetensors"}, {"a": "/etc/passwd"}, {"a": "y" * 5000}),
-            )
-        ),
-    ],
+    ["[" * 100_000, "[]", *(json.dumps({"weight_map": each}) for each in MAPS)],
     ids=lambda text: text[:40],
 )
 def test_damaged_indices_are_one_line(folder: Path, index: str) -> None:

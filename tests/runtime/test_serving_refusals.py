@@ -8,7 +8,7 @@ import json
 import re
 import tracemalloc
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def test_a_bundle_that_is_damaged_meanwhile_is_no_clients_fault_nor_concern(
         assert client.post(api.path, json=api.body()).status_code == 200
 
 
-PACKED = {
+PACKED: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,
     "GZIP": gzip.compress,
     "x-gzip": gzip.compress,
