@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -72,6 +73,22 @@ def test_what_a_template_refuses_is_told_without_its_path(
         assert (reply.status_code, str(tmp_path) in reply.text) == (400, False)
         reply = client.post("/tokenize", json={"messages": asked})
         assert (reply.status_code, str(tmp_path) in reply.text) == (400, False)
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+def test_what_is_not_installed_is_told_without_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api: Api
+) -> None:
+    """It names the environment's programs by their paths."""
+    patch_graphs(monkeypatch)
+    engine = spec_runtime.load(write_bundle(tmp_path), "none", profile=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with in_process(engine) as client:
+        reply = client.post(api.path, json=api.body(schema={"type": "object"}))
+        assert reply.status_code == 400
+        assert "llguidance is not installed" in api.error(reply)["message"]
+        assert "install " not in reply.text
 
 
 @pytest.mark.parametrize("api", [*APIS, COMPLETIONS_API], ids=lambda api: api.name)
