@@ -716,7 +716,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match="^llguidance is not installed") as error:
+    with pytest.raises(UserError, match=r"^llguidance is not installed") as error:
         BpeTokenizer().matcher(Grammar("regex", "a"), NUM_LOGITS)
     assert error.value.hint == f"run {install('grammar')}", "which the command prints too"
 
