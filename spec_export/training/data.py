@@ -174,6 +174,8 @@ def _own_messages(row: dict[str, Any], where: str) -> Any:
         return row["messages"]
     if "conversations" in row:
         turns = row["conversations"]
+        if isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns):
+            return turns  # as SpecForge writes them
         if not isinstance(turns, list) or not all(
             isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn
             for turn in turns

@@ -199,8 +199,9 @@ class Guards:
             message = f"The request's body was not complete after {BODY_SECONDS:g} s."
             raise ApiError(408, message, code="request_timeout") from None
         found = bytes(body)
-        encoding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
-        if encoding != "identity" and 0 < size <= self._max_body:
+        encodings = Headers(scope=scope).getlist("content-encoding")
+        encoding = ", ".join(encodings).strip().lower()
+        if encoding not in ("", "identity") and 0 < size <= self._max_body:
             found = await asyncio.to_thread(_decoded, found, encoding, self._max_body + 1)
             size = len(found)
         if size > self._max_body:

@@ -174,7 +174,7 @@ def _open_template(
     from spec_runtime.dialogue.chat_template import ChatTemplate  # here: it imports jinja2
 
     try:
-        # Its errors go to clients of a server, to which the path is none of their business.
+        # Clients of a server hear what it refuses, so that no line of its own names the path.
         return ChatTemplate(source, special_tokens, response_template=response_template)
     except UserError as error:
         raise BundleError(f"{path}: {error}; build the bundle again") from None

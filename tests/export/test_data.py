@@ -71,6 +71,7 @@ def test_chat_rows_lose_on_the_assistant_only(tmp_path: Path) -> None:
     [
         {"messages": [{"role": "user", "content": "a\n\nb", "n": 1}], "id": 7},
         {"conversations": [{"from": "human", "value": "a\n\nb"}], "id": 7},
+        {"conversations": [{"role": "user", "content": "a\n\nb"}], "id": 7},
         {"instruction": "a", "input": "b"},
         {"instruction": "a\n\nb", "input": ""},
     ],
@@ -79,7 +80,9 @@ def test_rows_of_other_tools_are_the_same_chat(tmp_path: Path, row: dict[str, An
     if "messages" in row:
         row["messages"].append({"role": "assistant", "content": "c"})
     elif "conversations" in row:
-        row["conversations"].append({"from": "gpt", "value": "c"})
+        said = {"from": "gpt", "value": "c"}
+        is_named = "role" in row["conversations"][0]
+        row["conversations"].append({"role": "assistant", "content": "c"} if is_named else said)
     else:
         row["output"] = "c"
     tokenizer = make_tokenizer()

@@ -118,6 +118,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "deflate": zlib.compress,
     " deflate ": bare_deflate,
     "identity": bytes,
+    "": bytes,
 }
 
 
@@ -145,6 +146,9 @@ def test_a_compressed_body_that_cannot_be_read_is_said(client: Any, api: Api) ->
 
     for encoding in ("zstd", "br", "gzip, gzip", "x" * 500):
         refused(415, f"got Content-Encoding '{encoding[:60]}", encoding, packed)
+    twice = [("Content-Encoding", "identity"), ("Content-Encoding", "gzip"), *JSON.items()]
+    reply = client.post(api.path, content=packed, headers=twice)
+    assert reply.status_code == 415
     refused(400, "is not gzip", "gzip", b"{}")
     refused(400, "is not deflate", "deflate", b"\xff\xff")
     refused(400, "not one whole gzip stream", "gzip", packed[:-4])
