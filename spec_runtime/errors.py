@@ -11,7 +11,8 @@ class UserError(ValueError):
 
     The CLI prints it and exits with code 2; the server answers it with status 400. `param` names
     the option or field that is wrong, `code` is a stable name for the kind of error, such as
-    "context_length_exceeded", and `hint` is what to do, where the message does not say it.
+    "context_length_exceeded", and `hint` is what to do on this machine, where the message does not
+    say it: clients of the server are not told.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from small import CALIBRATION, PROMPTS, Measure, Run, raising, without_home, wri
 
 import spec_runtime
 from spec_export import cli as export_cli
+from spec_export.model.files import path_of
 from spec_runtime import Engine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.backends import Runtime
@@ -218,6 +220,46 @@ def test_an_encoding_without_the_characters(folder: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = shell('"$@"', "show", "--bundle", folder, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"),
+    [
+        ("cp1252", b"caf\xe9 ? ? \x93?"),
+        ("latin-1", b"caf\xe9 ? ? ??"),
+        ("ascii:strict", b"caf? ? ? ??"),
+        ("utf-8:strict", "caf\u00e9 \u2028 \U0001f600 \u201c?".encode()),
+    ],
+)
+def test_characters_that_a_console_lacks_are_question_marks(encoding: str, printed: bytes) -> None:
+    """An escape such as \\u2028 would look like the answer's own text."""
+    text = "caf\u00e9 \u2028 \U0001f600 \u201c\ud800"
+    program = (
+        f"from spec_runtime.cli import boundary; boundary.end([], lambda: print({text!a}) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, printed + b"\n"), done.stderr
+
+
+def test_a_path_that_libraries_cannot_open_is_said_to_be_none(folder: Path, tmp_path: Path) -> None:
+    """Under LC_ALL=C Python takes UTF-8 all the same, unless it is told not to."""
+    accented = shutil.copytree(folder, tmp_path / "caf\u00e9")
+    latin = shutil.copytree(folder, os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    program = "from spec_runtime.cli import main; main()"
+    said = "whose name is not UTF-8 here, expected one that is; rename it, or set PYTHONUTF8=1"
+    others = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for path, more, code in ((accented, {}, 0), (accented, others, 2), (latin, {}, 2)):
+        environment = {**os.environ, "LC_ALL": "C", **more}
+        done = shell('"$@"', "show", "--bundle", path, program=program, env=environment)
+        assert (done.returncode, said in done.stderr) == (code, code == 2), done.stderr
+    with pytest.raises(UserError, match=said):
+        path_of(str(latin))
 
 
 WAITING = """

@@ -18,6 +18,7 @@ from spec_export import cli as export_cli
 from spec_runtime import Engine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.cli import completion
+from spec_runtime.cli.answer_format import response_format
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "abcabcabc"
@@ -68,6 +69,26 @@ def test_messages_come_from_a_file_or_standard_input(
     assert run(*words, "--messages", path)[:2] == (0, expected)
     assert run(*words, "--messages", "-", stdin=text)[:2] == (0, expected)
     assert asked == [(messages, False, "Be brief.", None)] * 2
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(
+    run: Run, folder: Path, tmp_path: Path, asked: list[tuple[Any, ...]]
+) -> None:
+    """Editors and shells on Windows write one."""
+    words = ("generate", "--bundle", folder, "--max-new-tokens", 9)
+    text, talk = f"\ufeff{MESSAGE}", tmp_path / "talk.json"
+    talk.write_text(text, encoding="utf-8")
+    assert run(*words, "--messages", talk)[0] == 0
+    assert run(*words, "--messages", "-", stdin=text)[0] == 0
+    assert run(*words, stdin=f"\ufeff{PROMPT}\n")[0] == 0
+    assert run("chat", *words[1:], stdin=f"\ufeff{PROMPT}\n")[0] == 0
+    chat = [{"role": "user", "content": PROMPT}]
+    assert [prompt for prompt, *_ in asked] == [*[json.loads(MESSAGE)] * 2, PROMPT, chat]
+    path = tmp_path / "schema"
+    path.write_text('\ufeff{"type": "object"}', encoding="utf-8")
+    for found in (response_format(path, None, None), response_format(None, None, path)):
+        assert found is not None
+        assert "\ufeff" not in str(found)
 
 
 def test_a_dash_is_standard_input(run: Run, folder: Path, asked: list[tuple[Any, ...]]) -> None:

@@ -198,6 +198,13 @@ def test_json_of_a_sensible_depth_is_read() -> None:
     assert parse_json("3") == 3
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text() -> None:
+    for text in ('\ufeff{"a": "\ufeff"}', '\ufeff{"a": "\ufeff"}'.encode()):
+        assert parse_json(text) == {"a": "\ufeff"}
+    for text in ('\ufeffa = "\ufeff"', '\ufeffa = "\ufeff"'.encode()):
+        assert parse_toml(text) == {"a": "\ufeff"}
+
+
 @pytest.mark.parametrize("text", ["a = " + "[" * 101 + "]" * 101, ".".join("a" * 200) + " = 1"])
 def test_toml_that_is_nested_too_deeply(text: str) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):

@@ -69,8 +69,6 @@ def _asked(chat: Any, where: str) -> tuple[str | None, list[Any]]:
 
     Raises UserError for messages of other roles, which would be left out.
     """
-    if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
-        raise UserError(f'{where}: "messages" is not a list of {{"role", "content"}}')
     system = None
     if chat and chat[0].get("role") == "system":
         system = data.system_text(chat[0].get("content"), where)

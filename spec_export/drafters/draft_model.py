@@ -198,9 +198,10 @@ class Pretrained:
 
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
         """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never
-        guessed."""
+        guessed; those of the target's own padding may be missing in it."""
         self.config = config
         self.backbone, self._vocab_size = backbone, vocab_size
+        backbone.embedding.is_bounded = len(backbone.embedding.weight) < vocab_size
 
     def parameters(self) -> Iterator[Tensor]:
         """Returns all its weights: it shares none with the target."""

@@ -219,11 +219,10 @@ class _MaskedTable(nn.Module):
     def __init__(self, table: decoder.VocabularyTable, base: int, mask_token_id: int) -> None:
         super().__init__()
         self.table, self.base, self.mask_token_id = table, base, mask_token_id
+        table.is_bounded = True
 
     def embed(self, ids_N: Tensor) -> Tensor:
-        token_N = torch.where(ids_N >= self.base, self.mask_token_id, ids_N)
-        # ids that only a target's padding has are not in the table
-        return self.table.embed(token_N.clamp(max=len(self.table.weight) - 1))
+        return self.table.embed(torch.where(ids_N >= self.base, self.mask_token_id, ids_N))
 
 
 def _new_model(fields: dict[str, Any]) -> Any:

@@ -120,7 +120,7 @@ class Adapter:
         self._replaced: dict[str, str] = {}  # tensors that are given whole, by name
         self._parts: dict[str, dict[str, str]] = {}  # changed tensors: their parts by role
         for stored_name in stored:
-            name = _own_name(stored_name)
+            name = wrappers.own_name(stored_name.removeprefix(PREFIX))
             end = next((end for end in ROLES if name.endswith(end)), None)
             if end is not None:
                 weight = name.removesuffix(end) + ".weight"
@@ -179,14 +179,6 @@ class Adapter:
         whole = len(self._replaced.keys() - self._parts.keys())
         more = f" and took {whole} tensors" if whole else ""
         return f"merged {len(self._parts)} matrices{more} of the adapter {self.folder.name}"
-
-
-def _own_name(stored_name: str) -> str:
-    """Returns a tensor's name as its base's model has it."""
-    name = stored_name.removeprefix(PREFIX)
-    for pattern, own in wrappers.OWN_NAMES.items():
-        name = re.sub(pattern, own, name)
-    return name
 
 
 class Merged(Mapping[str, "Tensor"]):

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from spec_export.model import foreign_json
+from spec_export.model.families import wrappers
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files import mapping
 from spec_runtime.files.mapping import brief
 
+GPTQ_BITS = (2, 4, 8)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word are of
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their number; from 8 on they are negative
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -125,12 +127,23 @@ def _product(
 
 
 def _gptq(parts: Parts) -> Tensor:
-    bits = parts.settings["bits"]
     scale_GN, zeros = parts.need(".scales"), parts.need(".qzeros")
-    if parts.settings.get("checkpoint_format", "gptq") != "gptq_v2":
+    N = scale_GN.shape[1]
+    # `dynamic` may give modules bits of their own: the offsets of N columns tell them.
+    known = (parts.settings["bits"], *GPTQ_BITS)
+    bits = next((each for each in known if zeros.shape[1] == -(-N * each // 32)), known[0])
+    half, stored_GN = 2 ** (bits - 1), unpack(zeros, bits, 1)[:, :N]
+    # Symmetric weights have their offset in the middle. Files of the second version may bear the
+    # first one's name, so that what is stored decides.
+    is_symmetric = parts.settings.get("sym") is not False
+    if is_symmetric and any(bool((stored_GN == each).all()) for each in (half - 1, half)):
+        zero_GN = torch.full_like(stored_GN, half)
+    elif parts.settings.get("checkpoint_format", "gptq") == "gptq_v2":
+        zero_GN = stored_GN
+    else:
         # The first version stores one less, and where that is below 0 it borrows from the next.
         zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
-    zero_GN = unpack(zeros.int(), bits, 1)[:, : scale_GN.shape[1]]
+        zero_GN = unpack(zeros.int(), bits, 1)[:, :N]
     q_NK = unpack(parts.need(".qweight"), bits, 0).T
     return _product(q_NK, scale_GN.T, zero_GN.T, group_K=parts.tensors.get(".g_idx"))
 
@@ -172,23 +185,27 @@ def _scaled(parts: Parts) -> Tensor:
     scale = parts.tensors.get(".weight_scale_inv")
     if scale is None:
         scale = parts.need(".weight_scale")
-    size = parts.settings.get("weight_block_size")
-    block = (size[0], size[1]) if size and scale.numel() > 1 else None
+    # Groups of matrices may have blocks of their own, or none: the number of scales tells.
+    N, K = weight.shape
+    sizes = ((rows, columns) for rows, columns in parts.settings.get("blocks", ()))
+    fits = (size for size in sizes if [-(-N // size[0]), -(-K // size[1])] == list(scale.shape))
+    block = next(fits, None)
     return _product(weight, scale, parts.tensors.get(".weight_zero_point"), block=block)
 
 
 def _mlx(parts: Parts) -> Tensor:
-    own = parts.settings.get(parts.stem)
-    settings = parts.settings
-    if isinstance(own, dict):
-        mapping.require_types(foreign_json.QUANTISATION, own, f"{parts.stem} in config.json: ")
-        settings = {**settings, **own}
+    own = parts.settings["own"].get(wrappers.own_name(f"{parts.stem}."), {})
+    mapping.require_types(foreign_json.QUANTISATION, own, f"{parts.stem} in config.json: ")
+    settings = {**parts.settings, **own}
     if settings.get("mode", "affine") != "affine":
         raise UnsupportedModelError(f"got MLX weights in mode {settings['mode']}, expected affine")
     scale_NG, minimum_NG = parts.need(".scales"), parts.need(".biases")
     if scale_NG.ndim != 2 or scale_NG.shape != minimum_NG.shape:
         raise ValueError(f"got scales {list(scale_NG.shape)}, minima {list(minimum_NG.shape)}")
     q_NK = unpack(parts.need(".weight"), settings["bits"], 1)
+    K, G, size = q_NK.shape[1], scale_NG.shape[1], settings["group_size"]
+    if G * size != K:
+        raise ValueError(f"got {K} columns of {settings['bits']} bits in {G} groups of {size}")
     return _product(q_NK, scale_NG) + _in_place(minimum_NG, q_NK.shape)
 
 
@@ -283,9 +300,12 @@ def find(config: Mapping[str, Any], where: Path) -> tuple[Form, dict[str, Any]] 
             "GPTQ, AWQ, compressed-tensors (packed, int8, FP8), FP8, MXFP4, MLX or bitsandbytes: "
             "take the model's unquantised weights, or a GGUF file of it"
         )
-    for group in (said.get("config_groups") or {}).values():
-        if structure := (group.get("weights") or {}).get("block_structure"):
-            settings["weight_block_size"] = structure
+    groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
+    sizes = [said.get("weight_block_size"), *(each.get("block_structure") for each in groups)]
+    settings["blocks"] = [size for size in sizes if size]
+    # MLX's settings of one matrix, which may be named there as another program names it
+    own = {key: each for key, each in said.items() if isinstance(each, dict) and name == "mlx"}
+    settings["own"] = {wrappers.own_name(f"{key}."): each for key, each in own.items()}
     return FORMS[name], settings
 
 
@@ -306,7 +326,7 @@ def _refused_part(said: Mapping[str, Any]) -> str | None:
     method = said.get("quant_method")
     if method == "awq" and (said.get("version", "gemm") != "gemm" or said.get("bits", 4) != 4):
         return f"AWQ {said.get('version')} with {said.get('bits')} bits"
-    if method == "gptq" and said.get("bits") not in (2, 4, 8):
+    if method == "gptq" and said.get("bits") not in GPTQ_BITS:
         return f"GPTQ with {said.get('bits')} bits"
     if method == "gptq" and said.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
         return f"GPTQ in the format {said['checkpoint_format']}"
@@ -398,12 +418,12 @@ class QuantisedWeights(Mapping[str, Tensor]):
         ]
         settings = {**(weights[0] if weights else {}), **self._settings}
         bits = settings.get("bits") or settings.get("num_bits")
-        size, block = settings.get("group_size"), settings.get("weight_block_size")
-        details = [self._form.title]
+        size, details = settings.get("group_size"), [self._form.title]
+        if settings.get("dynamic") or settings["own"]:
+            return f"{self._form.title}, mixed bits"
         if bits and "8" not in self._form.title:
             details.append(f"{bits} bits")
         if isinstance(size, int) and size > 0:
             details.append(f"groups of {size}")
-        if block:
-            details.append(f"blocks of {block[0]} x {block[1]}")
+        details += [f"blocks of {rows} x {columns}" for rows, columns in settings["blocks"]]
         return ", ".join(details)

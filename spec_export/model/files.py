@@ -11,8 +11,12 @@ from typing import Any
 from spec_export.model import annex, foreign_json
 from spec_export.model.families import FAMILIES, require_known, wrappers
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files.machine import require_utf8
 
-SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
+# Files of a folder that hold all weights, each before the index of several, INDEX after its name:
+# the first that is there is read, as transformers does, and no other.
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+INDEX = ".index.json"
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # Medusa's; the first that is there
 # Files of other programs in a folder without weights that can be read, and what to do with them.
 FOREIGN = {
@@ -22,6 +26,8 @@ FOREIGN = {
     "*.onnx": "an ONNX graph: take the model that it was made from",
     "onnx/*.onnx": "an ONNX graph: take the model that it was made from",
     "openvino_model*": "OpenVINO's: take the model that it was made from",
+    "model*.safetensors": "a part that no index names: download model.safetensors.index.json",
+    "pytorch_model*.bin": "a part that no index names: download pytorch_model.bin.index.json",
     "flax_model*": "Flax's: take the safetensors",
     "tf_model*": "TensorFlow's: take the safetensors",
     "manifest.json": "a bundle: take the model that it was made from",
@@ -38,6 +44,7 @@ def path_of(model: str) -> Path | None:
         path = Path(model).expanduser()
     except RuntimeError:
         raise UserError(f"got model {model}, expected a path: there is no such user") from None
+    require_utf8(path)
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", annex.lora.CONFIG)):
             raise UserError(
@@ -90,7 +97,6 @@ def require_whole(folder: Path) -> dict[str, Any]:
             "adapter's folder on this machine with --model"
         )
     require_known(model_type)
-    _require_shards(folder)
     weight_files(folder, None)
     require_tokenizer(folder)
     return foreign_json.read(folder / "config.json", foreign_json.CONFIG)
@@ -103,19 +109,20 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
-    """Returns the files that hold the weights; raises UserError if there are none.
-
-    As transformers does, it takes pickled weights only where there are no others.
-    """
+    """Returns the files that hold the weights, see WHOLE; raises UserError if there are none, or if
+    some that the index names are not there."""
     if gguf_file:
         return annex.gguf_header.parts(folder / gguf_file)
-    files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
-    if not files:
-        raise UserError(
-            f"got {folder} without weights{_foreign(folder)}, expected {SAFETENSORS} or {PICKLED} "
-            "in it"
-        )
-    return files
+    for whole in WHOLE:
+        index = folder / f"{whole}{INDEX}"
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if index.is_file():
+            return _shards(index)
+    raise UserError(
+        f"got {folder} without weights{_foreign(folder)}, expected {' or '.join(WHOLE)}, or the "
+        "index of one, in it"
+    )
 
 
 def _foreign(folder: Path) -> str:
@@ -127,24 +134,27 @@ def _foreign(folder: Path) -> str:
     return ""
 
 
-def _require_shards(folder: Path) -> None:
-    """Raises UserError if the index of the weights names files that are not there."""
-    for pattern in (SAFETENSORS, PICKLED):
-        if not list(folder.glob(pattern)):
-            continue
-        for index in folder.glob(f"{pattern.replace('*', '')}.index.json"):
-            named = foreign_json.read(index, foreign_json.INDEX).get("weight_map")
-            if not named:
-                raise UserError(
-                    f"{index}: got no weight_map, expected the file of each tensor; download the "
-                    "index again"
-                )
-            files = set(named.values())
-            lost = sorted(file for file in files if not (folder / file).is_file())
-            if lost:
-                raise UserError(
-                    f"{index} names {len(files)} files, of which {len(lost)} "
-                    f"{'is' if len(lost) == 1 else 'are'} not there: {', '.join(lost[:SHOWN])}"
-                    f"{', ...' if len(lost) > SHOWN else ''}; download the rest of the model"
-                )
-        return
+def _shards(index: Path) -> list[Path]:
+    """Returns the files that an index names; raises UserError if some are not there."""
+    files = named_by(index)
+    lost = [file for file in files if not index.with_name(file).is_file()]
+    if lost:
+        raise UserError(
+            f"{index} names {len(files)} files, of which {len(lost)} "
+            f"{'is' if len(lost) == 1 else 'are'} not there: {', '.join(lost[:SHOWN])}"
+            f"{', ...' if len(lost) > SHOWN else ''}; download the rest of the model"
+        )
+    return [index.with_name(file) for file in files]
+
+
+def named_by(index: Path) -> list[str]:
+    """Returns the names of the files that an index of weights names, none if there is no index."""
+    if not index.is_file():
+        return []
+    named = foreign_json.read(index, foreign_json.INDEX).get("weight_map")
+    if not named:
+        raise UserError(
+            f"{index}: got no weight_map, expected the file of each tensor; download the index "
+            "again"
+        )
+    return sorted(set(named.values()))

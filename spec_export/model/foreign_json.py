@@ -60,7 +60,7 @@ QUANTISATION = _fields(
         **_all(("quant_method", "format", "version", "checkpoint_format", "mode"), Text),
         "bits": Count,
         "group_size": int,
-        "load_in_4bit": bool,
+        **_all(("load_in_4bit", "sym"), bool),
         "weight_block_size": Pair,
         "config_groups": dict[str, _GROUP],  # type: ignore[valid-type]
         "sparsity_config": _fields({"format": Text}),

@@ -16,7 +16,7 @@ from spec_export.model import annex, pretrained
 from spec_export.model.decoder import FAMILIES, Attention, Backbone, GatedMLP, Layer, RMSNorm
 from spec_export.model.deferred import real
 from spec_export.model.ends import LayerDims, TargetEnds
-from spec_export.model.files import HEADS, PICKLED, SAFETENSORS, path_of, weight_files
+from spec_export.model.files import HEADS, INDEX, WHOLE, named_by, path_of, weight_files
 from spec_export.model.weights import StoredWeights
 from spec_export.report import SILENT, Report
 from spec_runtime.errors import UnsupportedModelError, UserError
@@ -112,23 +112,31 @@ def local_folder(source: Source) -> Path:
     """
     if source.kind != "hub":
         return source.path
+    for whole in WHOLE:
+        folder = _download(source.path, whole)
+        if (folder / whole).is_file():
+            break
+        if shards := named_by(folder / f"{whole}{INDEX}"):
+            return _download(source.path, *shards)
+    return folder
+
+
+def _download(model: Path, *weights: str) -> Path:
+    """Returns the folder of a model of the hub, with these files of its weights that it has."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file would get each state of the bars
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *HEADS]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *HEADS, *weights]
     try:
-        folder = Path(snapshot_download(str(source.path), allow_patterns=[*patterns, SAFETENSORS]))
-        if not list(folder.glob(SAFETENSORS)):
-            snapshot_download(str(source.path), allow_patterns=[*patterns, PICKLED])
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
     except (OSError, ValueError) as error:
         reason = brief(error)
         raise UserError(
-            f"could not load target {source.path} (no hub access here? pass a local folder or "
-            f"a GGUF file): {reason}"
+            f"could not load target {model} (no hub access here? pass a local folder or a GGUF "
+            f"file): {reason}"
         ) from error
-    return folder
 
 
 def fingerprint(source: Source) -> str:

@@ -3,7 +3,6 @@
 There are four row schemas, see `read`; text is tokenised through the target's chat template.
 """
 
-import codecs
 import hashlib
 import logging
 import lzma
@@ -27,7 +26,13 @@ SCHEMAS = (
     '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"}, {"messages"}, {"conversations"} '
     'or {"instruction", "output"}'
 )
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT, whose other names are roles
+# Roles by the names that ShareGPT and others give them. A template may know more roles than users
+# and assistants, but an assistant of another name would be no answer.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model", "assistant"), "assistant"),
+    **{role: role for role in ("system", "developer", "tool", "function", "ipython")},
+}
 # Stands for the user's text. A chat template must keep it as it is and must not contain it.
 SENTINEL = "specsplit0user0text"
 
@@ -103,8 +108,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             compressed = file.read(len(XZ_MAGIC)) == XZ_MAGIC
         with lzma.open(path, "rb") if compressed else open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 where = f"{path}:{number}"
@@ -137,15 +140,32 @@ def as_messages(row: dict[str, Any], where: str) -> Any:
 
     Such rows are {"messages": […]}, ShareGPT's {"conversations": [{"from": "human", "value": …}]}
     and Alpaca's {"instruction", "input", "output"}, whose input may be missing; any may have
-    further keys, and a "system" message, which then is the first. Raises UserError for a
-    conversation that is not such a list.
+    further keys, and a "system" message, which then is the first. Answers before the first question
+    are left out, as other trainers do. Raises UserError for a conversation that is not such a list,
+    and for a role that is none of `ROLES`.
     """
     messages, system = _own_messages(row, where), system_text(row.get("system"), where)
-    if messages is None or system is None:
-        return messages
-    if not isinstance(messages, list):
+    if messages is None:
+        return None
+    if not isinstance(messages, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages
+    ):
         raise UserError(f'{where}: "messages" is not a list of {{"role", "content"}}')
-    return [{"role": "system", "content": system}, *messages]
+    known = [{**each, "role": _role(each["role"], where)} for each in messages]
+    if system is not None:
+        known.insert(0, {"role": "system", "content": system})
+    first = next((i for i, each in enumerate(known) if each["role"] == "user"), len(known))
+    return [each for each in known[:first] if each["role"] != "assistant"] + known[first:]
+
+
+def _role(name: str, where: str) -> str:
+    """Returns the role that a speaker of this name has; raises UserError for an unknown one."""
+    role = ROLES.get(name.strip().lower())
+    if role is None:
+        raise UserError(
+            f"{where}: got a message of {name!r:.40}, expected one of {', '.join(ROLES)}"
+        )
+    return role
 
 
 def _own_messages(row: dict[str, Any], where: str) -> Any:
@@ -154,15 +174,14 @@ def _own_messages(row: dict[str, Any], where: str) -> Any:
         return row["messages"]
     if "conversations" in row:
         turns = row["conversations"]
+        if isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns):
+            return turns  # as SpecForge writes them
         if not isinstance(turns, list) or not all(
             isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn
             for turn in turns
         ):
             raise UserError(f'{where}: "conversations" is not a list of {{"from", "value"}}')
-        return [
-            {"role": SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]}
-            for turn in turns
-        ]
+        return [{"role": turn["from"], "content": turn["value"]} for turn in turns]
     if isinstance(row.get("instruction"), str):
         more = row.get("input") or ""
         asked = f"{row['instruction']}\n\n{more}".strip() if isinstance(more, str) else more

@@ -23,7 +23,7 @@ from spec_runtime.backends.cuda.copies import Copies
 from spec_runtime.backends.cuda.libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
-from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec, written_name
+from spec_runtime.bundle.manifest import BANK, BundleError, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
 from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.errors import UserError
@@ -121,7 +121,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
         if options.has_cuda_graphs and REFUSED_CAPTURE in str(error):
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
-        raise UserError(
+        raise BundleError(
             f"ONNX Runtime {ort.__version__} cannot load {path.name}"
             f"{SHARED_ZERO_POINT if 'AddInitializedOrtValue' in str(error) else ''}: {brief(error)}"
         ) from error
@@ -317,7 +317,7 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
 
 
 class NamingGraph:
-    """Turns what ONNX Runtime raises in a run into a UserError that names the graph.
+    """Turns what ONNX Runtime raises in a run into a BundleError that names the graph.
 
     A graph may fail on feeds that its signature allows: it adds what does not fit, or finds no
     memory. Its own kinds of error are not public. Used by `with` around any number of runs.
@@ -331,7 +331,7 @@ class NamingGraph:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            raise UserError(
+            raise BundleError(
                 f"ONNX Runtime {ort.__version__} cannot run {self._file}: "
                 f"{brief(error)}; build the bundle again"
             ) from error

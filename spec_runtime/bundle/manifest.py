@@ -18,6 +18,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 from spec_runtime.bundle.drafter_entry import Calibration, KnownConfig, KnownTrees, check_known
 from spec_runtime.errors import UserError
 from spec_runtime.files.installed import how_to_build
+from spec_runtime.files.machine import require_utf8
 from spec_runtime.files.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
 
@@ -447,6 +448,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with "
             f"{how_to_build()}"
         )
+    require_utf8(folder)
     try:
         size = manifest_file.stat().st_size
         if size > MAX_MANIFEST_BYTES:

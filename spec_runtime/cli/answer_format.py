@@ -52,6 +52,6 @@ def _json(path: Path) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: got bytes that are not UTF-8 ({error}), expected text") from None

@@ -181,8 +181,9 @@ def _prepare_streams() -> None:
     A stream that the caller closed (`<&-`) is None in Python. Its descriptor would go to the next
     file that is opened, which prints of a library would then damage: the null device takes it. A
     closed output is that device; a closed input stays None, so that its readers can say so.
-    Characters that the terminal's encoding lacks are printed as escapes; input that is not UTF-8
-    is kept as half surrogates, which the readers refuse.
+    Characters that the output's encoding lacks are printed as "?", for an escape would look like
+    the answer's own text; input that is not UTF-8 is kept as half surrogates, which the readers
+    refuse.
     """
     if sys.stdin is None:
         os.open(os.devnull, os.O_RDONLY)
@@ -193,7 +194,7 @@ def _prepare_streams() -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _null_device() -> TextIO:

@@ -140,6 +140,6 @@ def whole(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(
             f"got {what} whose character {error.start + 1} is not UTF-8, expected text in UTF-8; "
-            "convert it"
+            "convert it, or set PYTHONUTF8=1"
         ) from None
     return text

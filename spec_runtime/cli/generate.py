@@ -123,7 +123,7 @@ def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[
         return message_files.read(messages)
     if prompt is None or prompt == "-":
         # The line end a shell adds is not part of the prompt.
-        prompt = _standard_input("prompt").removesuffix("\n")
+        prompt = _standard_input("prompt").removeprefix("\ufeff").removesuffix("\n")
     if not prompt.strip():
         raise UserError("got an empty prompt, expected some text as an argument or on stdin")
     return whole(prompt, "a prompt")

@@ -65,7 +65,7 @@ class PlainInput:
                 import readline  # noqa: F401
 
     def read(self) -> str:
-        return input(PROMPT if self.is_interactive else "")
+        return input(PROMPT if self.is_interactive else "").removeprefix("\ufeff")
 
 
 class EditedInput:

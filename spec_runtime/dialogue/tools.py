@@ -120,7 +120,7 @@ def _checked_tool(tool: Any) -> dict[str, Any]:
     if not is_tool or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
             f"got tool {brief(repr(tool), 80)}, expected type 'function' and a function with a "
-            "name of letters, digits, '_', '.' and '-'",
+            "name of 1 to 128 letters, digits, '_', '-' and, after the first, '.'",
             param="tools",
         )
     assert isinstance(function, Mapping)

@@ -166,3 +166,15 @@ def give_back_memory() -> None:
     except AttributeError:  # musl
         return
     trim(0)
+
+
+def require_utf8(path: Path) -> None:
+    """Raises UserError for a path with half surrogates, which libraries in C++ and Rust cannot
+    open: its bytes are not UTF-8, or Python was started for another encoding."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"got {path}, whose name is not UTF-8 here, expected one that is; rename it, or set "
+            "PYTHONUTF8=1"
+        ) from None

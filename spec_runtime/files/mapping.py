@@ -38,14 +38,14 @@ _LEFT_OUT = "left out where it has its default"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns what a JSON text says; bytes are UTF-8.
+    """Returns what a JSON text says; bytes are UTF-8. A byte order mark is no part of the text.
 
     Raises UserError for anything that is not JSON of a sensible depth, for numbers that are not
     finite ("NaN", "1e999"), and for half a surrogate pair ("\\ud800"), which no file and no
     tokenizer can take.
     """
     try:
-        text = text.decode() if isinstance(text, bytes) else text
+        text = _text(text)
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
         _require_shallow(value)
         if "\\ud" in text.lower() or not text.isascii():
@@ -58,18 +58,22 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """Returns what a TOML text says; bytes are UTF-8.
+    """Returns what a TOML text says; bytes are UTF-8. A byte order mark is no part of the text.
 
     Raises UserError for anything that is not TOML of a sensible depth, and for numbers that are
     not finite.
     """
     try:
-        text = text.decode() if isinstance(text, bytes) else text
-        value = tomllib.loads(text, parse_float=_finite)
+        value = tomllib.loads(_text(text), parse_float=_finite)
     except RecursionError:
         raise UserError("it is nested too deeply") from None
     _require_shallow(value)
     return value
+
+
+def _text(text: str | bytes) -> str:
+    """Returns a file's text without the byte order mark that editors on Windows put before it."""
+    return (text.decode() if isinstance(text, bytes) else text).removeprefix("\ufeff")
 
 
 def _finite(number: str) -> float:

@@ -50,9 +50,9 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise format_error(
-                f"llguidance is not installed, which response_format needs: {install('grammar')}"
-            ) from None
+            missing = format_error("llguidance is not installed, which response_format needs")
+            missing.hint = f"run {install('grammar')}"
+            raise missing from None
         if not eos:
             raise format_error(
                 "got response_format for a tokenizer without EOS, expected one with EOS, which "

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief, expected_by
 from spec_runtime.options import meant_by
@@ -129,17 +130,18 @@ def stopped() -> ApiError:
 
 
 def as_api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
-    """Returns what the client is told of an error: of a UserError its line, of a bug nothing.
+    """Returns what the client is told of an error: of a UserError its line without the hint, of a
+    bug nothing, nor of a bundle's fault, whose line may name files of this machine.
 
     `prompt_field` is the request's field that holds the prompt, where the error is one of encoding
     it.
     """
     if isinstance(error, ApiError):
         return error
-    if not isinstance(error, UserError):
+    if not isinstance(error, UserError) or isinstance(error, BundleError):
         log.error("a request failed", exc_info=error)
         return internal_error()
-    message = f"{error}; {error.hint}" if error.hint else str(error)
+    message = str(error)
     if isinstance(error, QueueFull):
         headers = {"Retry-After": str(error.seconds)}
         return ApiError(429, message, kind="rate_limit_error", code=error.code, headers=headers)

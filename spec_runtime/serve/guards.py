@@ -15,12 +15,14 @@ import json
 import logging
 import time
 import uuid
+import zlib
 from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spec_runtime.files.mapping import brief
 from spec_runtime.serve.errors import (
     GONE,
     MESSAGES,
@@ -41,6 +43,8 @@ BODY_SECONDS = 30.0  # in which a client has to send its body
 NOTICE_SECONDS = 1.0  # in which a client has to take the notice that the server is stopping
 MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that the client hears why
 AUTHORITY = "specsplit.authority"  # the key of a scope: the server's name in a request's target
+# How bodies may be compressed, with zlib's number for it; zstd is in no library that we depend on.
+ENCODINGS = {"gzip": zlib.MAX_WBITS + 16, "x-gzip": zlib.MAX_WBITS + 16, "deflate": zlib.MAX_WBITS}
 MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (
     *OPEN_PATHS,
@@ -167,8 +171,8 @@ class Guards:
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Returns the body. Raises ApiError if it is too large or does not come in time, and
-        ClientGone if it ends early."""
+        """Returns the body, unpacked. Raises ApiError if it is too large, packed or not, or does
+        not come in time, and ClientGone if it ends early."""
         message = (
             f"The request's body is larger than {self._max_body} bytes, the most allowed here."
         )
@@ -194,9 +198,34 @@ class Guards:
         except TimeoutError:
             message = f"The request's body was not complete after {BODY_SECONDS:g} s."
             raise ApiError(408, message, code="request_timeout") from None
+        found = bytes(body)
+        encodings = Headers(scope=scope).getlist("content-encoding")
+        encoding = ", ".join(encodings).strip().lower()
+        if encoding not in ("", "identity") and 0 < size <= self._max_body:
+            found = await asyncio.to_thread(_decoded, found, encoding, self._max_body + 1)
+            size = len(found)
         if size > self._max_body:
             raise too_large
-        return bytes(body)
+        return found
+
+
+def _decoded(body: bytes, encoding: str, most: int) -> bytes:
+    """Returns the first `most` bytes of a compressed body, however much it holds; raises ApiError
+    for a damaged one, and for an encoding that is none of `ENCODINGS`."""
+    if encoding not in ENCODINGS:
+        known = ", ".join(ENCODINGS)
+        message = f"got Content-Encoding {brief(encoding, 80)!r}, expected {known}, or none."
+        headers = {"Accept-Encoding": known}
+        raise ApiError(415, message, code="unsupported_encoding", headers=headers)
+    is_bare = encoding == "deflate" and body[0] & 15 != zlib.DEFLATED  # as some clients send it
+    reader = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else ENCODINGS[encoding])
+    try:
+        decoded = reader.decompress(body, most)
+    except zlib.error as error:
+        raise ApiError(400, f"The body is not {encoding}: {error}.") from None
+    if len(decoded) < most and (not reader.eof or reader.unused_data):
+        raise ApiError(400, f"The body is not one whole {encoding} stream.")
+    return decoded
 
 
 class _Reply:

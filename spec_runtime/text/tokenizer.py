@@ -174,9 +174,10 @@ def _open_template(
     from spec_runtime.dialogue.chat_template import ChatTemplate  # here: it imports jinja2
 
     try:
-        return ChatTemplate(source, special_tokens, f"chat template {path}", response_template)
+        # Clients of a server hear what it refuses, so that no line of its own names the path.
+        return ChatTemplate(source, special_tokens, response_template=response_template)
     except UserError as error:
-        raise BundleError(f"{error}; build the bundle again") from None
+        raise BundleError(f"{path}: {error}; build the bundle again") from None
 
 
 def _read_template(path: Path) -> str:

@@ -123,9 +123,6 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "generation_config.json/eos_token_id": ["1", [[1]], 1.5, [1, "x"], -1, True],
         "tokenizer_config.json/chat_template": [5, [1]],
         "tokenizer_config.json/tokenizer_class": [["x"]], "tokenizer_config.json/eos_token": [7],
-        "model.safetensors.index.json/weight_map": [[], None, "x", {"a": 1},
-            {"a": ["model.safetensors"]}, {"a": "../six/model.safetensors"}, {"a": "/etc/passwd"},
-            {"a": "x\0"}, {"a": "y" * 5000}],
     },
     "experts": {
         "num_local_experts": ["4", -1, BIG], "num_experts_per_tok": [0, 9, "2"],

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_target import make_tokenizer
+from tiny_target import TEMPLATE, make_tokenizer
 
+from spec_export.distill import prompts
 from spec_export.training import data
 from spec_export.training.data import Example
 from spec_runtime.errors import UserError
@@ -70,6 +71,7 @@ def test_chat_rows_lose_on_the_assistant_only(tmp_path: Path) -> None:
     [
         {"messages": [{"role": "user", "content": "a\n\nb", "n": 1}], "id": 7},
         {"conversations": [{"from": "human", "value": "a\n\nb"}], "id": 7},
+        {"conversations": [{"role": "user", "content": "a\n\nb"}], "id": 7},
         {"instruction": "a", "input": "b"},
         {"instruction": "a\n\nb", "input": ""},
     ],
@@ -78,7 +80,9 @@ def test_rows_of_other_tools_are_the_same_chat(tmp_path: Path, row: dict[str, An
     if "messages" in row:
         row["messages"].append({"role": "assistant", "content": "c"})
     elif "conversations" in row:
-        row["conversations"].append({"from": "gpt", "value": "c"})
+        said = {"from": "gpt", "value": "c"}
+        is_named = "role" in row["conversations"][0]
+        row["conversations"].append({"role": "assistant", "content": "c"} if is_named else said)
     else:
         row["output"] = "c"
     tokenizer = make_tokenizer()
@@ -86,6 +90,60 @@ def test_rows_of_other_tools_are_the_same_chat(tmp_path: Path, row: dict[str, An
     messages = [{"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "c"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.token_T.tolist()) == text
+
+
+@pytest.mark.parametrize(
+    ("asks", "answers"),
+    [
+        *(("human", name) for name in ("gpt", "chatgpt", "bing", "bard", "bot", "model", "GPT")),
+        *((name, "assistant") for name in ("user", "Human", " USER ")),
+    ],
+)
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_answers_are_the_assistants_whatever_its_name(
+    tmp_path: Path, asks: str, answers: str, key: str
+) -> None:
+    who, what = ("from", "value") if key == "conversations" else ("role", "content")
+    turns = [("System", "s"), (asks, "a"), (answers, "b")]
+    row = {key: [{who: speaker, what: text} for speaker, text in turns]}
+    tokenizer = make_tokenizer()
+    (example,) = data.read(write(tmp_path / "a.jsonl", row), tokenizer, 1000)
+    text = "<s>system\ns</s>\n<s>user\na</s>\n<s>assistant\nb</s>\n"
+    assert tokenizer.decode(example.token_T.tolist()) == text
+    assert answer(tokenizer, example) == "b</s>"
+    (prompt,) = prompts.read(tmp_path / "a.jsonl")
+    assert (prompt.messages, prompt.system) == (["a"], "s")
+
+
+@pytest.mark.parametrize("read", [lambda path: data.read(path, make_tokenizer(), 99), prompts.read])
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_an_unknown_speaker_is_named(tmp_path: Path, key: str, read: Any) -> None:
+    who, what = ("from", "value") if key == "conversations" else ("role", "content")
+    turns = [("user", "a"), ("narrator", "b"), ("assistant", "c")]
+    path = write(tmp_path / "a.jsonl", {key: [{who: name, what: text} for name, text in turns]})
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:1: got a message of 'narrator', expected one of"
+    ):
+        read(path)
+
+
+# A template that wants a first message, and this to be the user's, as Mistral's and Gemma's do.
+ALTERNATING = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    f"{TEMPLATE}"
+)
+
+
+def test_an_answer_before_the_first_question_is_left_out(tmp_path: Path) -> None:
+    """As other trainers do; the file's other rows are read."""
+    turns = [("gpt", "hello"), ("human", "a"), ("gpt", "b")]
+    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+    greeting = {"messages": [{"role": "assistant", "content": "hi"}]}
+    path = write(tmp_path / "a.jsonl", row, greeting, {"messages": QUESTION_AND_ANSWER})
+    tokenizer = make_tokenizer(ALTERNATING)
+    first, second = data.read(path, tokenizer, 1000)
+    assert np.array_equal(first.token_T, second.token_T)
+    assert answer(tokenizer, first) == "b</s>"
 
 
 def test_sources_allow_list(tmp_path: Path) -> None:

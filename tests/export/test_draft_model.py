@@ -171,6 +171,20 @@ def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path
         assert result.stats.accepted_length > 3.0  # 1.1 with a model trained for two steps
 
 
+def test_a_given_model_may_lack_the_rows_of_the_targets_padding(tmp_path: Path) -> None:
+    """No token has these ids, but prompts of ids and biases may name them."""
+    llama = str(save_llama(tmp_path / "target", vocab_size=128))
+    small = str(save_llama(tmp_path / "small"))
+    options = BuildOptions(llama, out=tmp_path / "bundle", draft_model=small)
+    engine = spec_runtime.load(make_bundle.build(options), "draft_model", threads=1, lookup=False)
+    asked: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "logit_bias": {120: 100.0}}
+    plain = engine.with_drafter("none")
+    for prompt in ([5, 110, 6], [98], [5, 127]):
+        result = engine.generate(prompt, **asked)
+        assert result.token_ids == plain.generate(prompt, **asked).token_ids
+        assert 120 in result.token_ids
+
+
 def test_what_a_given_model_does_not_fit(workshop: Workshop, tmp_path: Path) -> None:
     llama = str(workshop.llama())
     out = tmp_path / "bundle"

@@ -187,6 +187,41 @@ def test_ordinary_words_with_a_special_id_stay_words(tmp_path: Path) -> None:
     assert tokenizer.backend_tokenizer.decode([comma], skip_special_tokens=True) == ","
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("is_spm", [False, True])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_marks_of_chats_that_a_file_calls_ordinary_tokens_are_control_tokens(
+    tmp_path: Path, is_spm: bool, has_template: bool
+) -> None:
+    """No two tokens make one, so that without this they would be written letter by letter."""
+    marks = ["</s>", "<|im_start|>", "<|im_end|>", "<tool>", "<other>"]
+    word = "<ab>"  # which the tokenizer makes of its parts, wherever the template writes it
+    letters = ["\u2581", *"abcd<>", "<ab", word] if is_spm else [*bytewise_tokens(), "<ab", word]
+    letters += ["ab"]
+    tokens = [("<unk>", 2), *((each, 1) for each in [*marks, *letters])]
+    if is_spm:
+        tokens += [(f"<0x{byte:02X}>", 6) for byte in range(256)]
+    scores = [-float(rank) for rank in range(len(tokens))]
+    values: dict[str, Any] = {"model": "llama", "scores": scores, "add_bos_token": False}
+    if not is_spm:
+        values = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b", "< ab", "<ab >"]}
+    values["templates"] = {"default": f"{CHATML}<tool>{word}"} if has_template else None
+    path = write_tokenizer(tmp_path / "a.gguf", tokens, eos_token_id=1, **values)
+    tokenizer = open_file(path)
+    known = ["<|im_end|>", "</s>"] + (["<|im_start|>", "<tool>"] if has_template else [])
+    for mark in known:
+        ids = tokenizer.encode(f"ab{mark}ab", add_special_tokens=False)
+        assert tokenizer.convert_tokens_to_ids(mark) in ids, mark
+        assert tokenizer.backend_tokenizer.decode(ids[-2:]).strip() == "ab", "it is no text"
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    assert {token.content for token in added} == {"<unk>", *known}
+    ends = target.load_generation_config(target.resolve(str(path)))
+    assert ends is not None
+    assert ends.eos_token_id == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("write", "values", "ends"),
     [

@@ -5,6 +5,7 @@ The folders are packed here by loops over single values, by the published layout
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -294,6 +295,114 @@ def test_a_zero_point_of_0_borrows_from_the_next_in_gptqs_first_version() -> Non
     assert torch.equal(found, (q - zero).T.float())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("stored_less", [0, 1])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", None])
+@pytest.mark.parametrize("sym", [{"sym": True}, {}])
+def test_symmetric_gptq_has_its_zero_in_the_middle_whatever_its_version_is_called(
+    bits: int, stored_less: int, form: str | None, sym: dict[str, bool]
+) -> None:
+    """GPTQModel has written the zeros of its second version under the first one's name."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    tensors, expected = gptq(weight, stored_less, bits=bits)
+    settings = GPTQ | {"bits": bits} | sym | ({"checkpoint_format": form} if form else {})
+    found = FORMS_READ["gptq"].dequantise(Parts("stem", tensors, settings))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+def test_asymmetric_gptq_has_the_zeros_of_its_version(form: str) -> None:
+    """Also where all are alike: `sym` is false."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    tensors, expected = gptq(weight, stored_less=0)
+    settings = GPTQ | {"sym": False, "checkpoint_format": form}
+    found = FORMS_READ["gptq"].dequantise(Parts("stem", tensors, settings))
+    scale = values(torch.ones(32, 64), tensors[".scales"].T, torch.zeros(32, 2))
+    assert torch.allclose(found, expected - (scale if form == "gptq" else 0), rtol=0, atol=1e-6)
+
+
+def quantised_apart(
+    plain: Path, folder: Path, settings: dict[str, Any], packs: list[Callable[[Tensor], Packed]]
+) -> dict[str, Tensor]:
+    """Writes a folder whose matrices are packed in turn by one of `packs`."""
+    turn = itertools.cycle(packs)
+    return quantised(plain, folder, lambda weight: next(turn)(weight), settings)
+
+
+TWO_GROUPS = compressed("float-quantized", num_bits=8, strategy="channel")
+TWO_GROUPS["config_groups"]["1"] = {
+    "targets": ["re:.*mlp.*"], "weights": {"num_bits": 8, "block_structure": [24, 24]}
+}  # fmt: skip
+
+
+def blocks_as_compressed_tensors(weight: Tensor) -> Packed:
+    tensors, value = blocks(weight)
+    return {".weight": tensors[".weight"], ".weight_scale": tensors[".weight_scale_inv"]}, value
+
+
+@pytest.mark.parametrize(
+    ("settings", "packs", "said"),
+    [
+        (
+            GPTQ | {"dynamic": {"+:.*": {"bits": 8, "group_size": 16}, "-:lm_head": {}}},
+            [gptq, lambda w: gptq(w, bits=8, group=16), lambda w: gptq(w, bits=2)],
+            "GPTQ, mixed bits",
+        ),
+        (PACKED, [packed, lambda w: packed(w, bits=8)], "compressed-tensors, 4 bits, groups of 32"),
+        (
+            TWO_GROUPS,
+            [lambda w: float8(w, (1,)), blocks_as_compressed_tensors, lambda w: float8(w, ())],
+            "compressed-tensors, FP8, blocks of 24 x 24",
+        ),
+    ],
+    ids=["GPTQ dynamic", "packed", "FP8"],
+)
+def test_matrices_of_one_model_may_be_quantised_apart(
+    plain: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    packs: list[Callable[[Tensor], Packed]],
+    said: str,
+) -> None:
+    folder = tmp_path / "model"
+    expected = quantised_apart(plain, folder, settings, packs)
+    model, _ = target.load(target.resolve(str(folder)))
+    for key, value in expected.items():
+        assert torch.equal(model.state_dict()[key], value), key
+    weights = pretrained.quantised_weights(folder, None)
+    assert weights is not None
+    assert weights.said() == f"read 14 matrices ({said})"
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])
+def test_mlxs_settings_of_a_matrix_are_found_by_another_programs_name(
+    plain: Path, tmp_path: Path, prefix: str
+) -> None:
+    folder, number = tmp_path / "model", itertools.count()
+    sizes = {"bits": 8, "group_size": GROUP}
+
+    def pack(weight: Tensor) -> Packed:
+        return mlx(weight, 8 if next(number) % 2 else 4)
+
+    expected = quantised(plain, folder, pack, MLX)
+    named = [key.removesuffix(".weight") for key in [*expected][1::2]]
+    inner = "model." if prefix.startswith("model.") else ""
+    own = {prefix + key.removeprefix(inner): sizes for key in named}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": MLX | own}))
+    model, _ = target.load(target.resolve(str(folder)))
+    for key, value in expected.items():
+        assert torch.equal(model.state_dict()[key], value), key
+    weights = pretrained.quantised_weights(folder, None)
+    assert weights is not None
+    assert weights.said() == "read 14 matrices (MLX, mixed bits)"
+
+    (folder / "config.json").write_text(json.dumps(config))  # without them
+    with pytest.raises(UserError, match=r"got \d+ columns of 4 bits in \d groups of 32") as error:
+        target.load(target.resolve(str(folder)))
+    assert "\n" not in str(error.value)
+
+
 def test_columns_of_no_group_stand_in_order() -> None:
     """compressed-tensors writes -1 for each column where it has kept their order."""
     tensors, expected = packed(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
@@ -306,7 +415,7 @@ def test_blocks_of_fp8_are_rows_by_columns() -> None:
     """Where they do not divide the matrix, its shape does not tell their sizes."""
     weight, scale = torch.ones(5, 6).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2], [3, 4]])
     tensors = {".weight": weight, ".weight_scale_inv": scale}
-    found = FORMS_READ["fp8"].dequantise(Parts("stem", tensors, {"weight_block_size": [3, 4]}))
+    found = FORMS_READ["fp8"].dequantise(Parts("stem", tensors, {"blocks": [[3, 4]]}))
     assert found.tolist() == [[1, 1, 1, 1, 2, 2]] * 3 + [[3, 3, 3, 3, 4, 4]] * 2
 
 

@@ -94,7 +94,7 @@ def test_a_fingerprint_is_of_contents_not_of_names(folder: Path) -> None:
     (folder / "config.json").write_text(config.replace("}", " }", 1))
     assert fingerprint(folder) not in (first, changed)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"expected model\*.safetensors or pytorch"):
+    with pytest.raises(ValueError, match=r"expected model\.safetensors or pytorch_model\.bin, or"):
         fingerprint(folder)
 
 
@@ -272,12 +272,116 @@ def test_damaged_safetensors_are_one_line(folder: Path, content: bytes | None) -
     assert re.search(r"could not load .*/model|files hold .* bytes", found), found
 
 
-@pytest.mark.parametrize("index", ["[" * 100_000, "[]", '{"weight_map": 5}', '{"weight_map": {}}'])
+MAPS: list[Any] = [5, {}, [], None, "x", {"a": 1}, {"a": ["model.safetensors"]}, {"a": "x\0"}]
+MAPS += [{"a": "../six/model.safetensors"}, {"a": "/etc/passwd"}, {"a": "y" * 5000}]
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[" * 100_000, "[]", *(json.dumps({"weight_map": each}) for each in MAPS)],
+    ids=lambda text: text[:40],
+)
 def test_damaged_indices_are_one_line(folder: Path, index: str) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(index)
     said = refusal(lambda: load(folder))
     assert "could not load" in said or "model.safetensors.index.json: " in said
+
+
+# ---- stray files ----
+
+INDEX = "model.safetensors.index.json"
+
+
+def split(folder: Path, is_pickled: bool = False) -> dict[str, Tensor]:
+    """Writes a folder's weights as two files with an index; returns them."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stem, end = ("pytorch_model", "bin") if is_pickled else ("model", "safetensors")
+    names = [f"{stem}-0000{i}-of-00002.{end}" for i in (1, 2)]
+    where = {name: names[i % 2] for i, name in enumerate(sorted(weights))}
+    for file in names:
+        part = {name: tensor for name, tensor in weights.items() if where[name] == file}
+        (torch.save if is_pickled else save_file)(part, folder / file)
+    index = json.dumps({"metadata": {}, "weight_map": where})
+    (folder / f"{stem}.{end}.index.json").write_text(index)
+    return weights
+
+
+def add_stray(folder: Path, name: str, weights: dict[str, Tensor]) -> None:
+    """Writes the weights of another model, and one that this model does not have."""
+    other = {key: tensor + 1 for key, tensor in weights.items()} | {"mtp.fc.weight": torch.ones(2)}
+    (torch.save if name.endswith(".bin") else save_file)(other, folder / name)
+
+
+@pytest.mark.parametrize("form", ["whole", "shards", "pickled", "pickled shards"])
+def test_stray_files_beside_the_weights_are_not_read(folder: Path, form: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    strays = ["model_old.safetensors", "model-mtp.safetensors", "pytorch_model_old.bin"]
+    if "shards" in form:
+        split(folder, is_pickled=form == "pickled shards")
+    elif form == "pickled":
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    if "pickled" not in form:  # transformers takes these only where there are no others
+        strays += ["pytorch_model.bin"]
+    alone = fingerprint(folder)
+    for stray in strays:
+        add_stray(folder, stray, weights)
+    found = load(folder).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert fingerprint(folder) == alone
+
+
+def test_a_whole_file_beside_an_old_index_is_read(folder: Path) -> None:
+    """As transformers does, which looks at the index only where there is no whole file."""
+    weights = split(folder)
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "model.safetensors")
+    assert torch.equal(load(folder).lm_head.weight, weights["lm_head.weight"] + 1)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert torch.equal(load(folder).lm_head.weight, weights["lm_head.weight"] + 1)
+
+
+def test_an_index_may_name_its_files_as_it_likes(folder: Path) -> None:
+    weights = split(folder)
+    for i in (1, 2):
+        (folder / f"model-0000{i}-of-00002.safetensors").rename(folder / f"part{i}.safetensors")
+    index = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(re.sub(r"model-0000(\d)-of-00002", r"part\1", index))
+    assert torch.equal(load(folder).lm_head.weight, weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize("file", ["model-00001-of-00001.safetensors", "pytorch_model-00001.bin"])
+def test_a_part_without_an_index_is_named(folder: Path, file: str) -> None:
+    (folder / "model.safetensors").rename(folder / file)
+    assert f"with {file} (a part that no index names: download" in refusal(lambda: load(folder))
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_only_the_weights_themselves_are_downloaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sharded: bool
+) -> None:
+    weights = split(folder) if is_sharded else load_file(folder / "model.safetensors")
+    add_stray(folder, "model_old.safetensors", weights)
+    cache = tmp_path / "cache"
+
+    def download(model: str, allow_patterns: list[str]) -> str:
+        """Stands for the hub's client."""
+        assert model == "org/name"
+        for path in folder.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                cache.mkdir(exist_ok=True)
+                shutil.copy(path, cache)
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = target.local_folder(target.resolve("org/name"))
+    assert {path.name for path in found.glob("*.safetensors")} == (
+        {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+        if is_sharded
+        else {"model.safetensors"}
+    )
+    assert torch.equal(load(found).lm_head.weight, weights["lm_head.weight"])
 
 
 # ---- configs and tokenizers ----

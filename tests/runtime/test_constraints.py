@@ -716,8 +716,9 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match=re.escape(install("grammar"))):
+    with pytest.raises(UserError, match=r"^llguidance is not installed") as error:
         BpeTokenizer().matcher(Grammar("regex", "a"), NUM_LOGITS)
+    assert error.value.hint == f"run {install('grammar')}", "which the command prints too"
 
 
 def test_the_command_takes_a_schema_a_regex_or_a_grammar(

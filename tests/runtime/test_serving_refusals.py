@@ -3,16 +3,23 @@ refusal is one line for people."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
-from collections.abc import Iterator
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from apis import APIS, COMPLETIONS_API, FUNCTION, Api
 from pydantic import BaseModel
 from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process
+from toy_bundle import patch_graphs, write_bundle
 
+import spec_runtime
 from spec_runtime.serve.anthropic.requests import MessagesRequest
 from spec_runtime.serve.errors import FIELDS as FIELDS_ELSEWHERE
 from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
@@ -30,6 +37,138 @@ VALUE, LENGTH, MISSING = "invalid_value", "context_length_exceeded", "missing_re
 def client() -> Iterator[Any]:
     with in_process(max_body=20_000, max_prompt=300) as made:
         yield made
+
+
+def bare_deflate(data: bytes) -> bytes:
+    """Returns what some clients send as "deflate", without zlib's head."""
+    return zlib.compress(data)[2:-4]
+
+
+REFUSING = (
+    "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('so bad') }}{% endif %}"
+    "{% if messages[-1]['content'] == 'worse' %}{{ messages + 1 }}{% endif %}a"
+)
+
+
+@pytest.mark.parametrize("word", ["bad", "worse"])
+def test_what_a_template_refuses_is_told_without_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    patch_graphs(monkeypatch)
+    write_bundle(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(REFUSING)
+    engine = spec_runtime.load(tmp_path, "none", verify=False, profile=False)
+    asked = [{"role": "user", "content": word}]
+    with in_process(engine) as client:
+        for api in APIS:
+            for more in ({}, {"stream": True}):
+                reply = client.post(api.path, json=api.body(messages=asked, **more))
+                assert reply.status_code == 400
+                assert "these messages: " in api.error(reply)["message"]
+                assert str(tmp_path) not in reply.text
+        reply = client.post(COUNT, json={"messages": asked})
+        assert (reply.status_code, str(tmp_path) in reply.text) == (400, False)
+        reply = client.post("/tokenize", json={"messages": asked})
+        assert (reply.status_code, str(tmp_path) in reply.text) == (400, False)
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+def test_what_is_not_installed_is_told_without_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api: Api
+) -> None:
+    """It names the environment's programs by their paths."""
+    patch_graphs(monkeypatch)
+    engine = spec_runtime.load(write_bundle(tmp_path), "none", profile=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with in_process(engine) as client:
+        reply = client.post(api.path, json=api.body(schema={"type": "object"}))
+        assert reply.status_code == 400
+        assert "llguidance is not installed" in api.error(reply)["message"]
+        assert "install " not in reply.text
+
+
+@pytest.mark.parametrize("api", [*APIS, COMPLETIONS_API], ids=lambda api: api.name)
+def test_a_bundle_that_is_damaged_meanwhile_is_no_clients_fault_nor_concern(
+    tmp_path: Path, api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The drafter, which is opened when it is first asked for."""
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    tiny_bundle = pytest.importorskip("tiny_bundle")
+    folder = tiny_bundle.write(tmp_path / "tiny")
+    engine = spec_runtime.load(folder, "none", profile=False, threads=1)
+    (folder / "drafters/parallelspec/drafter.onnx").write_bytes(b"damaged")
+    with in_process(engine) as client:
+        for more in ({}, {"stream": True}):
+            reply = client.post(api.path, json=api.body(drafter="parallelspec", **more))
+            assert reply.status_code == 500
+            assert "Its log says more" in api.error(reply)["message"]
+            assert str(tmp_path) not in reply.text
+            assert "drafter.onnx" in caplog.text
+        assert client.post(api.path, json=api.body()).status_code == 200
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "GZIP": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    " deflate ": bare_deflate,
+    "identity": bytes,
+    "": bytes,
+}
+
+
+@pytest.mark.parametrize("api", [*APIS, COMPLETIONS_API], ids=lambda api: api.name)
+@pytest.mark.parametrize("encoding", PACKED)
+def test_a_compressed_body_is_read(client: Any, api: Api, encoding: str) -> None:
+    asked = json.dumps(api.body(temperature=0)).encode()
+    headers = JSON | {"Content-Encoding": encoding}
+    reply = client.post(api.path, content=PACKED[encoding](asked), headers=headers)
+    assert reply.status_code == 200, reply.text
+    plain = client.post(api.path, content=asked, headers=JSON)
+    assert api.read(reply.json()).text == api.read(plain.json()).text
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+def test_a_compressed_body_that_cannot_be_read_is_said(client: Any, api: Api) -> None:
+    packed = gzip.compress(json.dumps(api.body()).encode())
+
+    def refused(status: int, fragment: str, encoding: str, content: bytes) -> None:
+        headers = JSON | {"Content-Encoding": encoding}
+        reply = client.post(api.path, content=content, headers=headers)
+        assert (reply.status_code, fragment in api.error(reply)["message"]) == (status, True)
+        known = reply.headers.get("accept-encoding")
+        assert known == ("gzip, x-gzip, deflate" if status == 415 else None)
+
+    for encoding in ("zstd", "br", "gzip, gzip", "x" * 500):
+        refused(415, f"got Content-Encoding '{encoding[:60]}", encoding, packed)
+    twice = [("Content-Encoding", "identity"), ("Content-Encoding", "gzip"), *JSON.items()]
+    reply = client.post(api.path, content=packed, headers=twice)
+    assert reply.status_code == 415
+    refused(400, "is not gzip", "gzip", b"{}")
+    refused(400, "is not deflate", "deflate", b"\xff\xff")
+    refused(400, "not one whole gzip stream", "gzip", packed[:-4])
+    refused(400, "not one whole gzip stream", "gzip", packed + packed)
+    refused(400, "We could not parse", "gzip", gzip.compress(b"{"))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_grows_is_bounded_as_a_plain_one_is(client: Any, encoding: str) -> None:
+    bomb = PACKED[encoding](bytes(10_000_000))
+    assert len(bomb) < 20_000
+    headers = JSON | {"Content-Encoding": encoding}
+    tracemalloc.start()
+    reply = client.post(CHAT, content=bomb, headers=headers)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+    assert peak < 2_000_000
+    full = json.dumps(COMPLETIONS_API.body()).encode()
+    whole = PACKED[encoding](full + b" " * (20_000 - len(full)))
+    assert client.post(COMPLETIONS, content=whole, headers=headers).status_code == 200
+    more = PACKED[encoding](full + b" " * (20_001 - len(full)))
+    assert client.post(COMPLETIONS, content=more, headers=headers).status_code == 413
 
 
 def said(*blocks: Any, role: str = "user") -> dict[str, Any]:

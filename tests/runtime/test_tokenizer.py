@@ -214,8 +214,11 @@ def test_the_response_template_of_a_bundle_is_read_and_checked(folder: Path) -> 
     ("content", "message"),
     [
         (b"\xff\xfe", r"chat_template\.jinja is not UTF-8"),
-        (b"{% if %}", r"chat template .*chat_template\.jinja is not valid: "),
-        (b"{{ x|nofilter }}", r"chat_template\.jinja is not valid: No filter named 'nofilter'"),
+        (b"{% if %}", r"chat_template\.jinja: the chat template is not valid: "),
+        (
+            b"{{ x|nofilter }}",
+            r"chat_template\.jinja: the chat template is not valid: No filter named 'nofilter'",
+        ),
     ],
 )
 def test_a_template_that_is_none_names_its_file(folder: Path, content: bytes, message: str) -> None:

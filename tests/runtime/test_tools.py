@@ -28,6 +28,7 @@ from spec_runtime.dialogue.tools import (
     format_of_choice,
     strict_calls,
 )
+from spec_runtime.errors import UserError
 from spec_runtime.grammar.base import read
 from spec_runtime.grammar.formats import read_format
 from spec_runtime.text.prompt import encode_prompt
@@ -405,6 +406,26 @@ TAGS: list[dict[str, bool]] = [
     {"<tool_call>": False, "</tool_call>": False},  # as Qwen's
     {"<tool_call>": True, "</tool_call>": True},
 ]
+
+
+@pytest.mark.parametrize("name", ["3d_render", "_", "-x", "mcp__a.b-c", "été", "a" * 128])
+def test_a_name_that_keeps_to_the_rule_is_taken_and_read_back(name: str) -> None:
+    offered = checked_tools([{"type": "function", "function": {"name": name}}])
+    answers = (
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>',
+        f"<tool_call>\n<function={name}>\n</function>\n</tool_call>",
+        f"[TOOL_CALLS]{name}[ARGS]{{}}",
+        f"<|tool_call_start|>[{name}()]<|tool_call_end|>",
+    )
+    for text in answers:
+        assert parse_calls(text, "hermes", offered)[1] == [ToolCall(name, "{}")], text
+
+
+@pytest.mark.parametrize("name", ["", ".a", "a" * 129, "a b", "a/b", "a\n"])
+def test_a_name_that_does_not_keep_to_the_rule_is_refused_by_the_rule(name: str) -> None:
+    rule = "a name of 1 to 128 letters, digits, '_', '-' and, after the first, '.'"
+    with pytest.raises(UserError, match=re.escape(rule)):
+        checked_tools([{"type": "function", "function": {"name": name}}])
 
 
 @pytest.mark.parametrize("tags", TAGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +34,7 @@ UNSTRIPPED = {
     "<s>",
     "<|endoftext|>",
 }  # control tokens of Phi-3 that keep blanks after them
+MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # how control tokens look
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,22 @@ def _read(architecture: str, values: _Values) -> GGUFVocabulary:
     def token(name: str, default: int | None = None) -> int | None:
         return values.token(f"ggml.{name}_token_id", len(tokens), default)
 
+    merges = [] if is_spm else [_pair(merge) for merge in values.texts("ggml.merges")]
+    template = named_templates.joined(
+        {
+            "default": values.one("chat_template", str, "") or None,
+            "tool_use": values.one("chat_template.tool_use", str, "") or None,
+        }
+    )
     ends = [token("eos", 2 if is_spm else None), token("eot"), token("eom")]
-    ends += [i for i in map(tokens.index, TURN_ENDS & set(tokens)) if kinds[i] != NORMAL]
     bos, pad = token("bos", 1 if is_spm else None), token("padding")
+    kinds = _with_marks(tokens, kinds, merges, template or "", (*ends, bos, pad))
+    ends += [i for i in map(tokens.index, TURN_ENDS & set(tokens)) if kinds[i] != NORMAL]
     found = GGUFVocabulary(
         tokens=tokens,
         kinds=kinds,
         pre=pre,
-        merges=[] if is_spm else [_pair(merge) for merge in values.texts("ggml.merges")],
+        merges=merges,
         scores=values.numbers("ggml.scores", len(tokens)) if is_spm else [],
         unk=token("unknown", 0 if is_spm else None),
         # Some converters write the id of an ordinary word, as a comma's, where a model has none.
@@ -129,12 +140,7 @@ def _read(architecture: str, values: _Values) -> GGUFVocabulary:
         add_eos=values.one("ggml.add_eos_token", bool, False),
         add_space_prefix=values.one("ggml.add_space_prefix", bool, is_spm),
         strips=is_spm and architecture == "phi3",
-        template=named_templates.joined(
-            {
-                "default": values.one("chat_template", str, "") or None,
-                "tool_use": values.one("chat_template.tool_use", str, "") or None,
-            }
-        ),
+        template=template,
     )
     if not found.ends:
         raise UserError("got no tokenizer.ggml.eos_token_id, expected one: no answer would end")
@@ -145,6 +151,37 @@ def _read(architecture: str, values: _Values) -> GGUFVocabulary:
             "got tokenizer.ggml.add_space_prefix of a byte-level tokenizer, expected false"
         )
     return found
+
+
+def _with_marks(
+    tokens: list[str],
+    kinds: list[int],
+    merges: list[tuple[str, str]],
+    template: str,
+    special: Collection[int | None],
+) -> list[int]:
+    """Returns the kinds of all tokens, with the marks of chats among the control tokens.
+
+    Some converters call marks ordinary tokens, as which no text is ever encoded: no two tokens make
+    one. They are the special tokens, those that end a turn, and those that the template writes.
+    """
+    known = set(tokens)
+    made = {left + right for left, right in merges}
+
+    def is_made(token: str) -> bool:
+        """Returns whether a tokenizer writes this token for ordinary text."""
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        return token in made if merges else any(known.issuperset(parts) for parts in cuts)
+
+    return [
+        CONTROL
+        if kind == NORMAL
+        and MARK.fullmatch(token)
+        and (i in special or token in TURN_ENDS or token in template)
+        and not is_made(token)
+        else kind
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+    ]
 
 
 def _pair(merge: str) -> tuple[str, str]:

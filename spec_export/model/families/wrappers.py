@@ -33,6 +33,13 @@ OTHER_PARTS = re.compile(
 )
 
 
+def own_name(name: str) -> str:
+    """Returns a tensor's name in such a model's files as its text part has it."""
+    for pattern, own in OWN_NAMES.items():
+        name = re.sub(pattern, own, name)
+    return name
+
+
 def text_config(config: Any) -> Any:
     """Returns the transformers config of a model's text part, the config itself of any other."""
     if config.model_type not in WRAPPERS:

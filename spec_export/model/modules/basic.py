@@ -80,9 +80,13 @@ class VocabularyTable(nn.Module):
         self.weight = frozen(weight_VD)
         self.input_scale = None if input_scale_D is None else frozen(input_scale_D)
         self.embedding_scale = embedding_scale
+        self.is_bounded = False
 
     def embed(self, ids_N: Tensor) -> Tensor:
-        """Returns the rows of these ids, [N,D]."""
+        """Returns the rows of these ids, [N,D]; of a bounded table the last row stands for all ids
+        after it, which only the padding of a target's table has."""
+        if self.is_bounded:
+            ids_N = ids_N.clamp(max=len(self.weight) - 1)
         rows_ND = F.embedding(ids_N, self.weight)
         return rows_ND if self.embedding_scale == 1 else rows_ND * self.embedding_scale
 
