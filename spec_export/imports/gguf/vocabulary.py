@@ -112,7 +112,7 @@ def _read(architecture: str, values: _Values) -> GGUFVocabulary:
         return values.token(f"ggml.{name}_token_id", len(tokens), default)
 
     ends = [token("eos", 2 if is_spm else None), token("eot"), token("eom")]
-    ends += [i for i in map(tokens.index, TURN_ENDS & set(tokens)) if kinds[i] != NORMAL]
+    ends += [i for i in sorted(map(tokens.index, TURN_ENDS & set(tokens))) if kinds[i] != NORMAL]
     bos, pad = token("bos", 1 if is_spm else None), token("padding")
     found = GGUFVocabulary(
         tokens=tokens,

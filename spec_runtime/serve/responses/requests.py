@@ -209,7 +209,7 @@ def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[
             text = _text_of(item.get("output"), place)
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "reasoning":
-            thoughts += _thinking_of(item)
+            thoughts = _lines(thoughts, _thinking_of(item))
         else:
             raise UserError(
                 f"got {brief(repr(item), 120)} as {place}, expected a message with its role, a "
@@ -219,9 +219,14 @@ def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[
             )
         if thoughts and kind != "reasoning":
             if found[-1]["role"] == "assistant":
-                found[-1]["reasoning_content"] = thoughts
+                said = found[-1].get("reasoning_content")
+                found[-1]["reasoning_content"] = _lines(said, thoughts)
             thoughts = ""
     return found
+
+
+def _lines(*texts: str | None) -> str:
+    return "\n".join(filter(None, texts))
 
 
 def _thinking_of(item: Object) -> str:
