@@ -536,7 +536,7 @@ def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
 
 
 def test_static_trees_are_cut_to_their_first_paths() -> None:
-    budget = Budget.static([(0,), (1,), (0, 0), (0, 0, 0)])
+    budget = Budget.static([(0,), (0, 0), (0, 0, 0), (1,)])
     assert budget.at_most(9) is budget
     cut = budget.at_most(3)
     assert (cut.max_nodes, cut.growth) == (3, Budget.static([(0,), (1,)]).growth)
