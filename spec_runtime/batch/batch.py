@@ -153,7 +153,7 @@ class Batch:
             is_opening = not self._opened_for[call].done()
         if untaken or self._order or is_opening:
             free = untaken
-        return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
+        return max(free, key=lambda lane: lane.num_common(call.prompt), default=None)
 
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
         """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
@@ -323,11 +323,6 @@ def _share(lane: Lane, call: Call) -> bool:
     is_alike = length <= len(call.prompt) and reads[:length] == call.prompt[:length]
     is_soon = is_alike and lane.num_unread <= MOST_AWAITED * len(call.prompt)
     return is_soon and lane.engine.conversations.may_reuse(call)
-
-
-def _least(num_common: int) -> int:
-    """Returns 0 for so few rows that they decide nothing."""
-    return num_common if num_common >= MIN_SHARED else 0
 
 
 def _shares(rows: int, wanted: Sequence[int], is_shared: bool = True) -> list[int]:

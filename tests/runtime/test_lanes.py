@@ -95,7 +95,10 @@ def test_trees_stay_whole_where_tokens_may_depend_on_their_size(
     batch = Batch(engine, 2)
     batch.begin(batch._lanes[0], None, engine.prepare(PROMPTS[0], **options))
     batch.turn()
-    assert batch._lanes[0].cuts_trees == are_cut
+    lane = batch._lanes[0]
+    assert lane.cuts_trees == are_cut
+    lane.limit(4, 1, is_shared=True)
+    assert lane.decoding.max_rows == (4 if are_cut else PREFILL_ROWS)
     batch.close()
 
 
@@ -501,9 +504,27 @@ def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None
         assert lane is not None
         lane.engine.target.precision = "int8"
         batch.begin(lane, number, call)
+    judged: list[bool] = []
+    batch._pace.judge = lambda pacer, *step: judged.append(pacer.is_shared)  # type: ignore[method-assign]
     for _ in range(4):
         batch.turn()
     assert [lane.pacer.is_shared for lane in batch._order] == [False, True]
+    assert set(judged) == {True}
+    batch.close()
+
+
+def test_a_call_that_is_alone_is_paced_by_itself_after_its_first_pause() -> None:
+    batch, pause = Batch(toy_engine("prompt_lookup"), 2), Pause()
+    batch._pace.first_pause = lambda num_requests: pause  # type: ignore[method-assign]
+    cycles: list[int] = []
+    batch._pace.add_cycle = lambda tokens, seconds: cycles.append(tokens)  # type: ignore[method-assign]
+    lane = batch._lanes[0]
+    batch.begin(lane, None, lane.engine.prepare(PROMPTS[0]))
+    for _ in range(3):
+        batch.turn()
+    assert not cycles, "what it commits is no rate of requests that share passes"
+    assert lane.pacer.begins_with is pause
+    assert not lane.pacer.is_shared
     batch.close()
 
 
@@ -703,6 +724,20 @@ def test_a_shared_pass_gives_features_to_the_lane_that_wants_them() -> None:
     asked = [Asked(TokenTree.root(5)), Asked(TokenTree.root(6), Wants(("features",)))]
     _, found = verify_together(TimedPasses(FakeClock()), targets, asked)
     assert found.features([0])[0, :2].tolist() == [6, 0]  # its token and position
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_pass_cuts_no_tree_that_tokens_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedPace, "sizes", lambda self, worths, *others: [1] * len(worths))
+    batch = Batch(keeping("parallelspec", kept_bytes=0), 2)
+    for lane, acceptance in zip(batch._lanes, ("typical", "target_sampling"), strict=True):
+        call = lane.engine.prepare([5, 6, 7] * 8, temperature=0.8, acceptance=acceptance)
+        batch.begin(lane, None, call)
+    for _ in range(9):
+        batch.turn()
+    drafted = [lane.decoding.stats.drafted_tokens > 0 for lane in batch._order]
+    assert drafted == [True, False]
+    batch.close()
 
 
 @pytest.mark.usefixtures("timed")
