@@ -25,7 +25,7 @@ from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.result import Chunk, GenerationResult
 from spec_runtime.loop.target import PREFILL_ROWS, Asked, Wants, verify_together
-from spec_runtime.pace.pacer import FIRST_PAUSE, LONGEST_PAUSE, MOST_CREDIT, Pacer, Pause
+from spec_runtime.pace.pacer import FIRST_PAUSE, LONGEST_PAUSE, MOST_CREDIT, WEIGHT, Pacer, Pause
 from spec_runtime.pace.shared import EXPLORING, LEARNT_PASSES, SHARED_ROWS, TRIAL, Line, SharedPace
 from spec_runtime.queue.async_engine import MAX_UNREAD
 from spec_runtime.queue.engine_queue import Job
@@ -102,7 +102,7 @@ def test_trees_stay_whole_where_tokens_may_depend_on_their_size(
     batch.close()
 
 
-@pytest.mark.parametrize("failing", ["propose", "pass"])
+@pytest.mark.parametrize("failing", ["propose", "pass", "read"])
 def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine("prompt_lookup")
     batch = Batch(engine, 3)
@@ -119,16 +119,19 @@ def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.Monke
     victim: Any = engine.lane(1)
     if failing == "propose":
         monkeypatch.setattr(victim.proposer, "drafting", fail)
+    elif failing == "read":
+        monkeypatch.setattr(batch._lanes[1], "read", fail)
     else:
         monkeypatch.setattr(victim.target.lend()[0], "run", fail)
     found: dict[int, Any] = {}
-    while batch.num_active:
+    for _ in range(30):
         for number, each in batch.turn():
             if isinstance(each, Exception):
                 found[number] = str(each)
             elif each.result is not None:
                 found[number] = each.result.token_ids
     assert found == {0: expected[0], 1: "it broke", 2: expected[2]}
+    assert batch.num_active == 0
     monkeypatch.undo()
     many = engine.generate_many(PROMPTS[:3], 3, max_new_tokens=20)
     assert [each.token_ids for each in many] == expected
@@ -492,6 +495,9 @@ def test_a_call_begins_with_what_other_lanes_drafts_have_won() -> None:
         pauses = [pace.first_pause(2) for _ in range(TRIAL)]
         assert pauses.count(None) == 1, "one tries, whatever became of the others"
         assert {each.left for each in pauses if each is not None} == {left}
+    before = pace._won[2]
+    pace.judge(Drafted(), 2, 3, 0, HOST)  # half a pass of theirs, and 9 tokens less
+    assert pace._won[2] - before == pytest.approx(-9 * WEIGHT / 2, rel=0.05)
 
 
 def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None:
