@@ -523,7 +523,7 @@ def test_a_call_that_is_alone_is_paced_by_itself_after_its_first_pause() -> None
     batch, pause = Batch(toy_engine("prompt_lookup"), 2), Pause()
     batch._pace.first_pause = lambda num_requests: pause  # type: ignore[method-assign]
     cycles: list[int] = []
-    batch._pace.add_cycle = lambda tokens, seconds: cycles.append(tokens)  # type: ignore[method-assign]
+    batch._pace.add_cycle = lambda num_tokens, seconds: cycles.append(num_tokens)  # type: ignore[method-assign]
     lane = batch._lanes[0]
     batch.begin(lane, None, lane.engine.prepare(PROMPTS[0]))
     for _ in range(3):
