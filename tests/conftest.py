@@ -336,6 +336,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCuda]:
     assert not device.is_busy
 
 
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Any]:
+    """Gives a client of an engine that can be made to call a tool, and to keep to a grammar."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    from served import in_process, tool_engine
+
+    with in_process(tool_engine()) as made:
+        yield made
+
+
 @pytest.fixture
 def fake_rival(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Returns the script of a worker that opens engines by the test file's OPEN_ENGINE."""

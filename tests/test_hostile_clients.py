@@ -3,6 +3,7 @@ clients: these are all answered, and /health answers meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 import small
 from gates import PATIENCE, wait_until
 from served import CHAT, HELLO, metrics, served
+from test_serving_models import shelved
 
 for module in ("onnx", "onnxruntime"):
     pytest.importorskip(module, reason=f"{module} is not installed")
@@ -22,8 +24,8 @@ import httpx  # noqa: E402
 import tiny_bundle  # noqa: E402
 
 from spec_runtime.errors import UserError  # noqa: E402
-from tools.measure import hostile_clients, hostile_load, load_server  # noqa: E402
-from tools.measure.hostile_load import Bounds, Server  # noqa: E402
+from tools.measure import hostile_clients, load_server  # noqa: E402
+from tools.measure.load_server import MORE, Bounds, Ordinary, Server  # noqa: E402
 
 # Far wider than those of the load test: the machine may be busy. What a fault did took minutes, or
 # gigabytes.
@@ -41,7 +43,7 @@ class Keeper:
 
     def server(self) -> Server:
         if self._server is None:
-            started = hostile_load.served(self._words, self._cache)
+            started = load_server.served(self._words, self._cache)
             self._server = self._running.enter_context(started)
         return self._server
 
@@ -61,16 +63,16 @@ def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
 
 @pytest.mark.parametrize("kind", hostile_clients.KINDS)
 def test_a_hostile_client_stops_nobody(kind: str, keeper: Keeper) -> None:
-    figures = hostile_load.measure(keeper.server(), kind, BOUNDS, seconds=SECONDS)
+    figures = load_server.measure(keeper.server(), kind, BOUNDS, seconds=SECONDS)
     if figures["broken"]:
         keeper.end()
     assert figures["broken"] == [], json.dumps(figures)
-    assert figures["asked"] >= hostile_load.NUM_CLIENTS
+    assert figures["asked"] >= load_server.NUM_CLIENTS
 
 
 def test_the_server_ends_cleanly_after_all_of_them(keeper: Keeper) -> None:
     server = keeper.server()
-    hostile_load.measure(server, "slow_schemas", BOUNDS, rounds=1, seconds=SECONDS)
+    load_server.measure(server, "slow_schemas", BOUNDS, rounds=1, seconds=SECONDS)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(PATIENCE) == 0, server.log.read_text()
     assert server.num_tracebacks == 0
@@ -112,6 +114,15 @@ def test_a_lane_that_opens_slowly_stops_neither_health_nor_other_answers(
         assert [each.result().status_code for each in asked] == [200] * 3
 
 
+def test_no_request_is_lost_while_bundles_are_opened_and_closed() -> None:
+    with shelved(most_open=1) as (shelf, client):
+        ordinary = Ordinary(str(client.base_url), PATIENCE, ["letters", "bytes"])
+        asyncio.run(ordinary.run(most=3))
+    assert {each.ended_as for each in ordinary.answers} == {"answered"}
+    assert len(ordinary.answers) == 3 * load_server.NUM_CLIENTS
+    assert len(shelf.opened) > 2, "bundles were closed and opened again"
+
+
 def num_taken(client: httpx.Client) -> float:
     """Counts the requests that run or wait."""
     found = metrics(client)
@@ -132,18 +143,20 @@ def test_what_a_kind_breaks_is_named() -> None:
         "too_large": False,
         "ready_in_vain": 1.0,
         "tracebacks": 0,
+        "kept": {"threads": MORE, "files": 0},
     }
-    assert hostile_load.broken(good, Bounds()) == []
-    assert hostile_load.broken(good | {"hostile": {"200": 1, "500": 1}}, Bounds()) == [
+    assert load_server.broken(good, Bounds()) == []
+    assert load_server.broken(good | {"hostile": {"200": 1, "500": 1}}, Bounds()) == [
         "hostile requests end as 200, 500"
     ]
     assert hostile_clients.faults("burst", {"200": 1, "504": 1}) == []
     slow = good | {"health": 0.3, "first": {"longest": 2.1}}
-    assert hostile_load.broken(slow, Bounds()) == ["health", "first token"]
-    assert hostile_load.broken(slow, Bounds(health=0.4, first=3)) == []
+    assert load_server.broken(slow, Bounds()) == ["health", "first token"]
+    assert load_server.broken(slow, Bounds(health=0.4, first=3)) == []
     bad = good | {"unhealthy": 1, "lost": {"504": 1}, "too_large": True, "tracebacks": 1}
-    assert hostile_load.broken(bad | {"ready_in_vain": 13.0}, Bounds()) == [
-        *("health", "lost requests", "memory", "ready", "tracebacks")
+    bad |= {"ready_in_vain": 13.0, "kept": {"threads": 0, "files": MORE + 1}}
+    assert load_server.broken(bad, Bounds()) == [
+        *("health", "lost requests", "memory", "threads or files", "ready", "tracebacks")
     ]
 
 
@@ -161,7 +174,7 @@ def test_what_a_kind_breaks_is_named() -> None:
 def test_how_long_ready_was_untrue(
     times: list[float], ready: list[tuple[float, int]], expected: float
 ) -> None:
-    assert hostile_load.longest_lie(times, ready) == expected
+    assert load_server.longest_lie(times, ready) == expected
 
 
 def test_only_loopback_is_attacked() -> None:
@@ -174,7 +187,7 @@ def test_only_loopback_is_attacked() -> None:
 def test_unknown_kinds_are_one_line() -> None:
     assert load_server.kinds_of("all") == list(hostile_clients.KINDS)
     assert load_server.kinds_of("burst,lexeme") == ["burst", "lexeme"]
-    with pytest.raises(UserError, match="got --hostile 'burts', expected some of nobody, burst, "):
+    with pytest.raises(UserError, match="got --kinds 'burts', expected some of nobody, burst, "):
         load_server.kinds_of("burts")
 
 
@@ -183,7 +196,7 @@ def test_a_table_of_kinds_is_printed_and_written(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tiny_bundle.write(tmp_path / "tiny"), tmp_path / "out.json"
-    words = [*words, "--hostile", "absolute_form", "--hostile-seconds", "0.1", "--json", str(out)]
+    words = [*words, "--kinds", "absolute_form", "--seconds", "0.1", "--json", str(out)]
     words += ["--max-health", "5", "--max-first", "9", "--bundle", str(folder)]
     status = load_server.main(words)
     figures = json.loads(out.read_text())

@@ -2,7 +2,7 @@
 
 A script parses its flags with `command_line`, prints its table with `markdown`, writes its figures
 with `write`, and is started by `run`, which tells a user's mistake in one line. Scripts are modules
-of the checkout: `python -m tools.measure.spec_bench --help`, from the root.
+of the checkout: `python -m tools.measure.compare --help`, from the root.
 """
 
 from __future__ import annotations

@@ -402,12 +402,6 @@ def lanes_name(num_lanes: int, graph: str = "target") -> str:
     return f"{graph}{LANES}{num_lanes}"
 
 
-def num_lanes_of(graph: str) -> int | None:
-    """Returns for how many lanes the graph of this name is; None for another graph."""
-    number = graph.rpartition(LANES)[2]
-    return int(number) if number != graph and number.isdecimal() else None
-
-
 def draft_name(drafter: str, role: str) -> str:
     """Returns the drafter's part in the names of its graphs for several lanes."""
     return f"{drafter}-{role}"

@@ -98,12 +98,12 @@ PYTHON: Field = {  # LFM2; without the mark Llama 3.2 and 4
     "content": "python",
 }
 MISTRAL: Field = {
-    "open_pattern": rf"(?:\[TOOL_CALLS\]\s*)?{_NAME}(?:\[[\w\[\]]*)?\s*",
+    "open_pattern": rf"(?:\[TOOL_CALLS\]\s*)?{_NAME}(?:(?:\[CALL_ID\]\w*)?\[ARGS\])?\s*",
     "content": "json",
 }
 CALLS: tuple[Field, ...] = (
     {**PYTHON, "open_pattern": rf"<\|tool_call_start\|>\s*\[{_NAME}\("},
-    {**MISTRAL, "open_pattern": rf"\[TOOL_CALLS\]\s*{_NAME}(?:\[[\w\[\]]*)?\s*"},
+    {**MISTRAL, "open_pattern": rf"\[TOOL_CALLS\]\s*{_NAME}(?:(?:\[CALL_ID\]\w*)?\[ARGS\])?\s*"},
     {  # gpt-oss
         "open_pattern": rf"<\|channel\|>commentary to=functions\.{_NAME}"
         r"(?: <\|constrain\|>json)?<\|message\|>",

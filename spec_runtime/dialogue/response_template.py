@@ -32,7 +32,8 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
 
 _THOUGHT = ("reasoning_content", "reasoning", "thinking")
-_TOP = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
+_START = {"start_anchor", "start_anchor_pattern"}
+_TOP = {"version", "defaults", "fields", *_START}
 _FIELD = {
     "open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join",
     "optional", "transform", "transform_each",
@@ -89,7 +90,8 @@ class ResponseTemplate:
 
     `tags` are the texts between which a grammar lets the model think, None if it does not think
     between two texts. `family` is the one in whose form a call is forced. Raises UserError for a
-    template that is not valid. `bare` are forms that need no mark where an answer begins.
+    template that is not valid. `bare` are forms that need no mark where an answer begins. `start`
+    is what stands in a prompt before each answer, NEVER where the template does not say.
     """
 
     def __init__(self, spec: Any, family: str = "hermes", tags: Tags | None = None) -> None:
@@ -97,6 +99,9 @@ class ResponseTemplate:
             raise unknown_family(family)
         self.family = family
         fields: Mapping[str, Field] = _checked(spec)
+        self.start = Pattern(_anchor(spec, "start_anchor")) if spec.keys() & _START else NEVER
+        if not self.start.beginnings():
+            raise _error("got a start_anchor_pattern that fits any text", "texts before an answer")
         self.regions: list[Region] = []
         self.forms: list[CallForm] = []
         closings, self.tags = [*map(_escaped, CLOSINGS)], tags
@@ -149,6 +154,11 @@ class ResponseTemplate:
         patterns = [each for form in self.forms for each in (form.open, form.opening, form.ends)]
         found = {mark for each in patterns if each is not None for mark in _marks(each.source)}
         return {*found, *self.tokens, *WRAPPERS, *_marks(self.closing.source), *_OTHER_MARKS}
+
+    def begins_in(self, text: str) -> bool:
+        """Says whether an answer begins somewhere in this text of a prompt."""
+        places = (each.start() for each in _any_of(self.start.beginnings()).finditer(text))
+        return any(self.start.match(text, at)[0] > at for at in places)
 
 
 _OTHER_MARKS = ("[ARGS]", "[CALL_ID]", "<|constrain|>", "<|role_sep|>", "</arg_value>", QUOTE)

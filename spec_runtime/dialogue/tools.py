@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from spec_runtime.dialogue.families import FAMILIES
+from spec_runtime.dialogue.families import CALLS, FAMILIES, KEYED, THINKING
 from spec_runtime.dialogue.values import parameter_types
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief, parse_json
 from spec_runtime.grammar.json_schema import NAMED, VALUES
 
 _NAME = re.compile(r"[\w-][\w.-]{0,127}")
+_NAMED = re.compile(r"\(\?P<name>[^()]*\)")  # in an expression
 
 
 class ToolCall(NamedTuple):
@@ -184,15 +185,24 @@ def _with_references(schema: Any, name: str) -> Any:
 def _before_arguments(name: str) -> str:
     """Returns a regular expression that fits the end of what stands before a call's arguments, for
     a tool of this name and every form in which they are JSON and follow the name."""
-    name = re.escape(name)
-    keyed = rf'name"\s*:\s*"{name}"\s*,\s*"(arguments|parameters)"\s*:'
-    mistral = rf"\]\s*{name}(\[CALL_ID\]\w+)?\[ARGS\]"
-    deepseek = rf"<｜tool▁sep｜>{name}\s*```json|>{name}<｜tool▁sep｜>"
-    kimi = rf"functions\.{name}:\d*\s*<\|tool_call_argument_begin\|>"
-    harmony = rf"to=functions\.{name}[^\{{\}}]*<\|message\|>"
-    apertus = rf'(<\|tools_prefix\|>\s*\[\s*|\}}\s*,\s*)\{{"{name}":'
-    solar = rf"<\|tool_call:name\|>{name}<\|tool_call:args\|>"
-    return "|".join((keyed, mistral, deepseek, kimi, harmony, apertus, solar))
+    forms = [KEYED[0], *(each["tool_calls"] for each in THINKING.values() if "tool_calls" in each)]
+    forms += CALLS
+    exact = [each for each in forms if each["content"] == "json" and "content_args" not in each]
+    others = {_head(each["open_pattern"]) for each in forms if each not in exact}
+    heads = [_head(each["open_pattern"]) for each in exact]
+    # in a list, after the call before
+    heads += [
+        rf"\}}\s*,\s*{_head(each['next_pattern'])}" for each in exact if "next_pattern" in each
+    ]
+    named = (_NAMED.sub(lambda _: re.escape(name), each) for each in heads if each not in others)
+    return "|".join(dict.fromkeys(named))
+
+
+def _head(pattern: str) -> str:
+    """Returns an expression without what it only looks at, and the white space at its end. What may
+    be left out at its end has to be there: where it ends, nothing but arguments may follow."""
+    pattern = re.sub(r"\(\?=(?:[^()\\]|\\.)*\)$", "", pattern).removesuffix(r"\s*")
+    return pattern.removesuffix("?") if pattern.endswith(")?") else pattern
 
 
 def unknown_family(family: str) -> UserError:

@@ -101,7 +101,10 @@ def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> 
     opening, closing = (_ids_of(codec, tag) for tag in template.tags)
     if not opening or not closing:
         return replace(form, is_begun=end.endswith(template.tags.opening))
-    is_begun = _last(prompt, opening[0]) > _last(prompt, closing[0])
+    place = _last(prompt, opening[0])
+    is_begun = place > _last(prompt, closing[0])
+    if is_begun and template.answers.begins_in(codec.spelled(prompt[place:])):
+        is_begun = False  # of an earlier answer, which was cut off
     before = template.opening.rstrip()
     is_new = bool(before) and end.endswith(before) and prompt[-1] != closing[-1]
     if not is_begun and not is_new:

@@ -63,11 +63,6 @@ class Divergence:
     gap: float | None
     spread: float = 0.0
 
-    @property
-    def is_near_tie(self) -> bool:
-        """Says whether the two tokens' logits are so near that fp32's noise can swap them."""
-        return self.gap is not None and abs(self.gap) <= NEAR_TIE * self.spread
-
 
 @dataclass(frozen=True)
 class Unjustified:

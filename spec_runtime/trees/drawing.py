@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from rich.tree import Tree
 
@@ -127,21 +127,6 @@ CHARACTER = 7.8  # the width of a monospaced character of 13 px
 BOX_HEIGHT, BOX_ROW, GAP, PADDING = 24, 34, 34, 8  # GAP: between two levels
 LONGEST = 18  # characters of a node's text
 VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"})  # open box, arrows
-STYLE = """
-.title { font: 600 15px sans-serif; fill: #1a202c }
-.legend { font: 12px sans-serif; fill: #4a5568 }
-.node text { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace }
-.root rect { fill: #2d3748; stroke: #2d3748 }
-.accepted rect { fill: #2b6cb0; stroke: #2b6cb0 }
-.root text, .accepted text { fill: #ffffff }
-.refused rect { fill: #ffffff; stroke: #a0aec0 }
-.refused text { fill: #4a5568 }
-.bonus rect { fill: #ffffff; stroke: #c05621; stroke-width: 2; stroke-dasharray: 5 3 }
-.bonus text { fill: #9c4221 }
-.edge { fill: none; stroke: #cbd5e0; stroke-width: 1.5 }
-.edge.accepted { stroke: #2b6cb0; stroke-width: 3 }
-.edge.bonus { stroke: #c05621; stroke-width: 2; stroke-dasharray: 5 3 }
-"""
 
 
 @dataclass(frozen=True)
@@ -168,39 +153,6 @@ class _Box:
         )
 
 
-def accepted_tree_svg(
-    tree: TokenTree, path: Sequence[int], texts: Sequence[str], bonus_text: str, title: str
-) -> str:
-    """Returns an SVG document of one step: the drafted tree, the accepted path and the bonus token.
-
-    `path` holds the accepted nodes from the root on, as acceptance returns it, and `texts` one text
-    a node; white space in them is made visible and long ones are cut. The path goes along the first
-    row, and the bonus stands at its end with a dashed line. The background is white, so that the
-    picture can be read in a dark page too. Raises UserError if `path` is not a path from the root,
-    or if there is not one text a node.
-
-    Example: root 5 has children 7 and 8, and 8 is accepted: path [0, 2]; node 2 stands to
-    the right of the root, node 1 below node 2, the bonus to the right of node 2.
-    """
-    picture = accepted_tree(tree, path, texts, bonus_text)
-    legend, legend_width = _legend(picture.bottom + BOX_ROW)
-    width = max(picture.right, MARGIN + legend_width, 2 * MARGIN + 8.5 * len(title))
-    height = picture.bottom + BOX_ROW + BOX_HEIGHT / 2 + MARGIN / 2
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(title)}>',
-            f"<style>{STYLE}</style>",
-            '<rect width="100%" height="100%" rx="8" fill="#ffffff"/>',
-            f'<text class="title" x="{MARGIN}" y="{MARGIN + 8}">{escape(title)}</text>',
-            *picture.elements,
-            *legend,
-            "</svg>",
-            "",
-        ]
-    )
-
-
 class AcceptedTree(NamedTuple):
     """SVG elements of one step's tree, without a style: groups `node` and paths `edge`, both of
     which also have the class root, accepted, refused or bonus.
@@ -217,9 +169,15 @@ class AcceptedTree(NamedTuple):
 def accepted_tree(
     tree: TokenTree, path: Sequence[int], texts: Sequence[str], bonus_text: str | None
 ) -> AcceptedTree:
-    """Returns the elements of `accepted_tree_svg`; `bonus_text` is None where there is no bonus.
+    """Returns the picture of one step: the drafted tree, the accepted path, and the bonus token,
+    whose text is None where there is none.
 
-    Raises UserError as that does.
+    `path` holds the accepted nodes from the root on, as acceptance returns it, and `texts` one text
+    a node. The path goes along the first row, and the bonus stands at its end. Raises UserError if
+    `path` is not a path from the root, or if there is not one text a node.
+
+    Example: root 5 has children 7 and 8, and 8 is accepted: path [0, 2]; node 2 stands to
+    the right of the root, node 1 below node 2, the bonus to the right of node 2.
     """
     nodes = accepted_nodes(tree, path, texts, bonus_text)
     ranks = _ranks(tree, path)[: len(nodes)]
@@ -251,7 +209,7 @@ def accepted_nodes(
     """Returns the nodes of one step's tree, and the bonus after them unless its text is None. Their
     texts have visible white space, and are cut.
 
-    Raises UserError as `accepted_tree_svg` does.
+    Raises UserError as `accepted_tree` does.
     """
     if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
         raise UserError(
@@ -307,24 +265,6 @@ def _edge(parent: _Box, child: _Box) -> str:
         f"V{child.y - radius:.1f} Q{turn:.1f},{child.y:.1f} {turn + radius:.1f},{child.y:.1f} "
         f"H{end:.1f}"
     )
-
-
-def _legend(y: float) -> tuple[list[str], float]:
-    """Returns the elements of the legend, and its width."""
-    entries = {
-        "root": "last committed token",
-        "accepted": "drafted and accepted",
-        "refused": "drafted and refused",
-        "bonus": "bonus: the target's own token",
-    }
-    parts, x = [], float(MARGIN)
-    for kind, text in entries.items():
-        parts.append(
-            f'<g class="{kind}"><rect x="{x:.1f}" y="{y - 6:.1f}" width="18" height="12" rx="3"/>'
-            f'</g><text class="legend" x="{x + 24:.1f}" y="{y + 4:.1f}">{escape(text)}</text>'
-        )
-        x += 24 + 6.6 * len(text) + 16
-    return parts, x
 
 
 def _shown(text: str) -> str:

@@ -47,7 +47,7 @@ class Terms:
         the least slope of t."""
         slope = max(0.0, float(np.diff(self.step_ms).min(initial=math.inf)))
         least = min(1.0, 0.999 * self.rate * slope / self.trust)  # less, because of rounding
-        predicted, observed = np.array([(0.0, 0.0), *reliability]).T
+        predicted, observed = _points(reliability)
         return float(np.interp(least, observed, predicted))
 
     def best_size(self, probability_N: np.ndarray, num_levels: int = 1) -> tuple[int, float]:
@@ -95,8 +95,12 @@ def probabilities(
     probability_N = np.exp(np.asarray(log_prob_N, np.float64))
     if not reliability:
         return probability_N
-    predicted, observed = np.array([(0.0, 0.0), *reliability]).T
-    return np.interp(probability_N, predicted, observed)
+    return np.interp(probability_N, *_points(reliability))
+
+
+def _points(reliability: Sequence[Sequence[float]]) -> np.ndarray:
+    """Returns f64[2, P]: predicted probabilities and observed acceptances, from (0, 0) on."""
+    return np.array([(0.0, 0.0), *reliability]).T
 
 
 class Outlook:

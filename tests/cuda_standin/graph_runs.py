@@ -122,10 +122,10 @@ class GraphRuns:
 
     def run_lanes(self) -> None:
         """Runs a pass for each number of lanes that there is a graph for."""
-        for name in self._bundle.manifest.graphs:
-            num_lanes = bundles.num_lanes_of(name)
-            if num_lanes is None or name != bundles.lanes_name(num_lanes):
-                continue  # the target's only
+        for num_lanes in range(2, bundles.MAX_LANES + 1):
+            name = bundles.lanes_name(num_lanes)
+            if name not in self._bundle.manifest.graphs:
+                continue
             with self._finding(name) as finding:
                 mark(name, OPEN)
                 passes = backends.open_lanes(self._bundle, self._runtime)

@@ -348,7 +348,7 @@ def test_a_target_of_two_layers_is_built(
 
 def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
     """For a profile of only one row, TensorRT-RTX 1.7 would store a layer's weights twice."""
-    wide = Shape("wide", 98, 1024, 2048, 1, 16, 16, 64, 1)
+    wide = Shape("wide", 98, 1024, 2048, 1, 16, 16, 64)
     model = trace.export_backbone(random_backbone(wide, 64, "fp16"), capacity_symbolic=False)
     graph = save_graph(build.adapt(model, "fp16"), "contiguous", tmp_path, "graph.onnx")
     profiles = build.profiles_for(graph, 24, 128)

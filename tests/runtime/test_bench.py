@@ -86,6 +86,16 @@ def test_all_turns_count() -> None:
     assert found["speedup"] == 2.5
 
 
+def test_spec_benchs_own_speedup_is_that_of_means_over_prompts() -> None:
+    """Over all tokens a prompt that takes long counts for more."""
+    slow = {"prefill": 1.0, "verify": 99.0}
+    same = Turn(result(21, 20, 0.0, **slow), result(21, 20, 0.0, **slow))
+    found = bench.summary([pair(Turn(plain_result(), fast_result())), pair(same)])
+    assert found["speedup_end_to_end"] == pytest.approx((42 / 110) / (42 / 115))
+    expected = (21 / 10 + 21 / 100) / (21 / 15 + 21 / 100)
+    assert found["speedup_of_means"] == pytest.approx(expected)
+
+
 def test_a_prompt_is_identical_if_all_its_turns_are() -> None:
     parting = Divergence("p", 3, 7, 8, 0.5, 20.0)
     same = Turn(plain_result(), fast_result())

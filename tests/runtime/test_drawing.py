@@ -98,20 +98,18 @@ TEXTS = [" <root>", " a", "b&c", "\n", "a very long text of a token", "語"]
 class AcceptedSvg:
     """What a reader sees of one accepted tree: boxes with a text and a kind, and lines by kind."""
 
-    def __init__(self, text: str) -> None:
-        svg = "{http://www.w3.org/2000/svg}"
-        root = ElementTree.fromstring(text)
-        self.size = float(root.attrib["width"]), float(root.attrib["height"])
-        self.has_background = root.find(f"{svg}rect") is not None
-        groups = [g for g in root.iter(f"{svg}g") if g.attrib["class"].startswith("node ")]
+    def __init__(self, picture: drawing.AcceptedTree) -> None:
+        root = ElementTree.fromstring(f"<svg>{''.join(picture.elements)}</svg>")
+        self.size = picture.right, picture.bottom + drawing.BOX_HEIGHT
+        groups = [g for g in root.iter("g") if g.attrib["class"].startswith("node ")]
         self.kinds = [g.attrib["class"].split()[1] for g in groups]
-        self.texts = ["".join(t.text or "" for t in g.iter(f"{svg}text")) for g in groups]
+        self.texts = ["".join(t.text or "" for t in g.iter("text")) for g in groups]
         self.boxes = [
             tuple(float(g[0].attrib[key]) for key in ("x", "y", "width", "height")) for g in groups
         ]
         self.edges = [
             e.attrib["class"].split()[1]
-            for e in root.iter(f"{svg}path")
+            for e in root.iter("path")
             if e.attrib["class"].startswith("edge")
         ]
 
@@ -131,11 +129,10 @@ class AcceptedSvg:
 
 
 def test_an_accepted_tree_shows_its_path_and_the_bonus() -> None:
-    step = AcceptedSvg(drawing.accepted_tree_svg(TREE, [0, 2], TEXTS, " the", 'a "<title>" & more'))
+    step = AcceptedSvg(drawing.accepted_tree(TREE, [0, 2], TEXTS, " the"))
     assert step.texts == ["␣<root>", "␣a", "b&c", "↵", "a␣very␣long␣text␣…", "語", "␣the"]
     assert step.kinds == ["root", "refused", "accepted", "refused", "refused", "refused", "bonus"]
     assert sorted(step.edges) == ["accepted", "bonus", *["refused"] * 4]
-    assert step.has_background
     assert not step.overlaps()
     assert step.is_inside()
     x, y = ([box[i] for box in step.boxes] for i in (0, 1))
@@ -153,7 +150,7 @@ def test_accepted_trees_of_any_shape_do_not_overlap(seed: int) -> None:
     tree = TokenTree(np.arange(n), np.array(parents))
     texts = ["x" * int(rng.integers(0, 30)) for _ in range(n)]
     path = tree.path(int(rng.integers(0, n)))
-    step = AcceptedSvg(drawing.accepted_tree_svg(tree, path, texts, "", "title"))
+    step = AcceptedSvg(drawing.accepted_tree(tree, path, texts, ""))
     assert len(step.boxes) == n + 1
     assert not step.overlaps()
     assert step.is_inside()
@@ -168,7 +165,7 @@ def test_an_accepted_tree_is_refused_without_a_path_or_texts(
     path: list[int], texts: list[str]
 ) -> None:
     with pytest.raises(ValueError, match="expected a path from the root and one text a node"):
-        drawing.accepted_tree_svg(TREE, path, texts, "", "")
+        drawing.accepted_tree(TREE, path, texts, "")
 
 
 @pytest.fixture

@@ -43,8 +43,13 @@ def read(
 ) -> tuple[str, str, list[tuple[str, Any]]]:
     """Returns thinking, text and calls of an answer that comes in these pieces."""
     reader = ResponseReader(template, TOOLS, **options)
-    parts = [part for piece in pieces for part in reader.push(piece)]
-    parts += reader.push("", is_end=True)
+    parts, answer = [], "".join(pieces)
+    for number, piece in enumerate([*pieces, ""]):
+        new = reader.push(piece, is_end=number == len(pieces))
+        for part, (begin, end) in zip(new, reader.spans, strict=True):
+            stands = answer[begin:end]
+            assert part.kind in ("call", "arguments") or part.text in (stands, f"\n{stands}")
+        parts += new
     thinking = "".join(part.text for part in parts if part.kind == "thinking")
     text, calls = joined(parts)
     return thinking, text, [(call.name, json.loads(call.arguments_json)) for call in calls]
@@ -154,9 +159,34 @@ def test_a_template_reads_the_answers_of_its_model() -> None:
     assert form.read(WRITTEN).calls == [ToolCall("get_weather", '{"city": "Paris", "days": 3}')]
 
 
+ANCHORS: list[dict[str, Any]] = [
+    {"start_anchor": ["<bot>", "<tool>"]},
+    {"start_anchor_pattern": r"<(?:bot|tool)\s?>"},
+]
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_a_new_answer_does_not_think_on_where_an_earlier_one_was_cut(
+    anchor: dict[str, Any],
+) -> None:
+    """As transformers reads a prompt: from where the last answer starts."""
+    spec = {"fields": PONDER["fields"]} | anchor
+    template = ChatTemplate("{{ messages }}{{ tools }}", response_template=spec)
+    codec = BpeTokenizer(template, {"<ponder>": False, "</ponder>": False})
+    for prompt, is_begun in (
+        ("<bot><ponder>Hm.", True),
+        ("<bot><ponder>Hm.<user>And?<bot>", False),
+        ("<bot><ponder>Hm.<tool>3<bot><ponder>", True),
+        ("<bot><ponder>Hm.</ponder><user>And?<tool>", False),
+    ):
+        assert form_of(codec, codec.encode(prompt, special_tokens=False)).is_begun == is_begun
+
+
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
+        ({"fields": {}, "start_anchor_pattern": r"\w*"}, "expected texts before an answer"),
+        ({"fields": {}, "start_anchor": ""}, "expected one text, a list, or an expression"),
         ([], "expected an object with `fields`"),
         ({"fields": {"content": {}}, "more": 1}, "got more in the response template, expected"),
         ({"version": 2, "fields": {}}, "got version 2"),

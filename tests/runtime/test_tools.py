@@ -15,6 +15,7 @@ from bpe_tokenizer import BpeTokenizer
 from counting import calls_in
 from toy_engine import make_engine
 
+from spec_runtime.dialogue import tools
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.families import FAMILIES
 from spec_runtime.dialogue.reader import Part, ResponseReader, joined, parse_calls
@@ -523,6 +524,28 @@ def test_arguments_of_a_strict_tool_are_exact_in_free_text() -> None:
         assert is_free(said.replace("get_weather", "weather").replace('"days": 3', "2"))
 
 
+def test_a_strict_call_is_exact_in_a_form_that_a_row_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in one that only a thinking model writes, which has an end that may be left out."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    name = r"(?P<name>[\w-][\w.-]{0,127})"
+    form = {"open_pattern": rf"<\|use:{name}(?: now)?\s*", "content": "json"}
+    listed = {"open_pattern": rf"@\{{{name}=", "next_pattern": rf"\{{{name}=", "content": "json"}
+    thinking = {"reasoning_content": {"open": "<", "close": "|end|"}, "tool_calls": form}
+    monkeypatch.setattr(tools, "CALLS", (*tools.CALLS, listed))
+    monkeypatch.setattr(tools, "THINKING", {**tools.THINKING, "|end|": thinking})
+    function = {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}
+    kind = strict_calls([{"function": {"strict": True, **function}}])
+    assert kind is not None
+    for text in (
+        '<|use:f now{"n": @}',
+        '@{f={"n": 1}}, {g={"n": "3"}}',
+        '@{f={"n": 1}}, {f={"n": @}}',
+    ):
+        assert follows(kind, text.replace("@}", "3}"))
+        assert follows(kind, text.replace("@}", '"3"}')) == ("@}" not in text)
+    assert follows(kind, '<|use:g now{"n": "3"}'), "another tool"
+
+
 def test_a_strict_call_is_exact_whatever_is_drafted() -> None:
     """The processor begins a call, and the toy goes on with what it likes."""
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
@@ -745,6 +768,34 @@ def test_a_template_that_shows_one_call_a_message_gets_them_one_by_one() -> None
         text = ChatTemplate(source).render([*messages, CHAT[0]])
         assert text == "What time is it?[So: UTC](a)[CET](b)[EST](c)What time is it?"
         assert ChatTemplate(source).render(messages[:2]).endswith("[So: UTC][CET][EST]")
+
+
+@pytest.mark.parametrize("ids", [("call_0123456789ab", "toolu_1"), ("fc-1", None), ("abcdefghi",)])
+def test_a_template_that_wants_ids_of_nine_letters_gets_them(ids: tuple[str | None, ...]) -> None:
+    """As Mistral's, to which a server's own ids were errors; results keep their calls."""
+    wants = "{% if ID is not defined or ID is not string or ID | length != 9 %}"
+    wants += "{{ raise_exception('nine, please') }}{% endif %}({{ ID }})"
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        + wants.replace("ID", "c.id")
+        + "{{ c.function.arguments }}{% endfor %}{% elif m.role == 'tool' %}"
+        + wants.replace("ID", "m.tool_call_id")
+        + "{% endif %}{% endfor %}"
+    )
+    calls = [{**CHAT[1]["tool_calls"][0], "id": each} for each in ids]
+    results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in reversed(ids)]
+    messages = [CHAT[0], {**CHAT[1], "tool_calls": calls}, *results]
+    text = ChatTemplate(source).render(messages)
+    shown = re.findall(r"\((\w{9})\)", text)
+    assert shown == [*shown[: len(ids)], *shown[: len(ids)][::-1]]
+    assert len(set(shown)) == len(ids)
+    assert text == ChatTemplate(source).render(messages), "what was read before is not read again"
+    if len(ids) == 1:
+        assert shown == ["abcdefghi"] * 2
+    shows = source.replace("| length != 9", "| length < 1")
+    plain = {"call_0123456789ab", "toolu_1"}
+    if plain == set(ids):
+        assert plain <= set(re.findall(r"\((\w+)\)", ChatTemplate(shows).render(messages)))
 
 
 def test_thinking_before_a_call_is_shown_to_gpt_oss() -> None:

@@ -20,16 +20,7 @@ from workshop import Workshop
 
 from spec_runtime.errors import UserError
 from spec_runtime.loop.stats import Stats
-from spec_runtime.measure import bench
-from spec_runtime.measure.prompts import BenchPrompt
-from tools.measure import (
-    compare,
-    measure_all,
-    spec_bench,
-    step_costs,
-    turns,
-    untuned,
-)
+from tools.measure import compare, measure_all, step_costs, turns
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["say abc, abc", "say it again"]},
@@ -52,55 +43,6 @@ def words(workshop: Workshop, questions: Path, tmp_path: Path) -> list[str]:
     given: dict[str, Any] = {"bundle": workshop.bundle("parallelspec"), "prompts": questions}
     given |= {"json": tmp_path / "out.json", "max-new-tokens": 6, "threads": 1}
     return [word for name, each in given.items() for word in (f"--{name}", str(each))]
-
-
-def test_a_killed_run_of_spec_bench_goes_on_after_its_last_question(
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run_bench, decoded = bench.run, list[str | int]()
-
-    def killed(engines: Any, prompts: Any, *rest: Any, **options: Any) -> Any:
-        decoded.append(prompts[0].id)
-        if len(decoded) == 3:
-            raise KeyboardInterrupt
-        return run_bench(engines, prompts, *rest, **options)
-
-    monkeypatch.setattr(bench, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        spec_bench.main([*words, "--no-profile"])
-    spec_bench.main([*words, "--no-profile"])
-    assert decoded == [81, 91, 321, 321, 322]
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["overall"]["prompts"], found["overall"]["turns"]) == (4, 6)
-    assert list(found["categories"]) == ["mt_bench", "qa"]
-    assert (found["overall"]["identical"], found["divergences"]) == (1.0, [])
-    for key in ("speedup", "speedup_end_to_end", "speedup_of_means"):
-        assert found["overall"][key] > 0
-    assert "not identical: 0 (0 near ties, 0 wider)" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds answers to other settings"):
-        spec_bench.main([*words, "--no-profile", "--max-new-tokens", "7"])
-
-
-def test_speedups_of_spec_bench_by_hand() -> None:
-    """Each question has 11 tokens, the first of which its prompt's pass gives in one second."""
-    rows = []
-    for key, plain_seconds, seconds in ((1, 4.0, 1.0), (2, 10.0, 10.0)):
-        counts: dict[str, float] = {"prompts": 1, "turns": 1, "identical": 1}
-        for prefix, decode in (("", seconds), ("plain_", plain_seconds)):
-            counts |= {f"{prefix}tokens": 10, f"{prefix}steps": 5, f"{prefix}prefill_seconds": 1}
-            counts[f"{prefix}decode_seconds"] = decode
-        about = {"question": key, "category": "qa", "skipped": [], "divergences": []}
-        rows.append({**about, "counts": counts})
-    questions = [BenchPrompt(n, "qa", "text") for n in (1, 2)]
-    found = spec_bench.summarise(questions, rows)["categories"]["qa"]
-    assert found["speedup"] == pytest.approx((20 / 11) / (20 / 14))
-    assert found["speedup_end_to_end"] == pytest.approx((22 / 13) / (22 / 16))
-    # means over questions: 11 / 2 and 1, against 11 / 5 and 1
-    assert found["speedup_of_means"] == pytest.approx((11 / 2 + 1) / (11 / 5 + 1))
-    assert found["accepted_length"] == 2.0
 
 
 # ---- cases in turns
@@ -149,7 +91,7 @@ def test_whose_turn_is_first_rotates_and_seeds_are_the_prompts(
     assert [len(each) for each in runs["a"]] == [3, 3]
 
 
-# Of each study, and `untuned`: flags, and how many rows there are.
+# Of each study: flags, and how many rows there are.
 STUDIES = {
     "drafters": ("--temperature 0 0.7 --nodes 0 4 --lookup --drafter parallelspec lookahead", 12),
     "acceptance": ("--temperature 0.7 --epsilon 0.1 --rejection", 4),
@@ -168,10 +110,7 @@ def test_a_study_has_a_row_for_each_case(
     if study == "quantised":
         exact, coarse = (workshop.bundle("parallelspec", each) for each in ("fp32", "int8"))
         words += ["--reference", str(exact), "--bundle", str(exact), str(coarse)]
-    if study == "untuned":
-        untuned.main(words)
-    else:
-        assert compare.main([study, *words]) == 0
+    assert compare.main([study, *words]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     rows = found["contenders"] if study == "budgets" else found["rows"]
     assert len(rows) == count
@@ -289,7 +228,9 @@ def test_every_stage_is_a_command_that_its_program_understands(
     for stage in every:
         _, how, first, verb, *_ = stage.words
         if how == "-c":
-            first = f"{first.split('; from ')[1].split()[0]} {verb}"
+            first = first.split("; from ")[1].split()[0]
+        if not verb.startswith("-"):
+            first = f"{first} {verb}"
         if first not in helped:
             package, *words = first.split()
             with pytest.raises(SystemExit):

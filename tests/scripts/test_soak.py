@@ -9,43 +9,36 @@ import pytest
 
 from spec_runtime import Engine, GenerationResult
 from spec_runtime.queue.async_engine import AsyncEngine
-from tools.ci import soak, soak_batch
+from tools.ci import soak
 
 if TYPE_CHECKING:
     from workshop import FluentWorkshop
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("spoilt", "workers"), [(Engine, 1), (AsyncEngine, 0)])
 def test_the_soak_notices_a_wrong_answer(
-    fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
+    fluent: FluentWorkshop, spoilt: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = Engine.generate
+    """Of an engine that threads share, and of one that answers several at a time."""
 
-    def spoilt(self: Engine, *arguments: Any, **options: Any) -> GenerationResult:
+    def changed(result: GenerationResult) -> GenerationResult:
+        return dataclasses.replace(result, token_ids=[3, *result.token_ids])
+
+    generate = spoilt.generate
+
+    def by_engine(self: Engine, *arguments: Any, **options: Any) -> Any:
         result = generate(self, *arguments, **options)
-        if self.drafter == "none":
-            return result
-        return dataclasses.replace(result, token_ids=[3, *result.token_ids])
+        return result if self.drafter == "none" else changed(result)
 
-    monkeypatch.setattr(Engine, "generate", spoilt)
-    findings, _ = soak.soak(fluent.bundle("medusa"), seconds=1, seed=0, workers=1)
-    assert any("parts at token 0" in failure for failure in findings.failures)
+    async def by_several(self: AsyncEngine, *arguments: Any, **options: Any) -> Any:
+        return changed(await generate(self, *arguments, **options))
 
-
-@pytest.mark.slow
-def test_the_soak_of_a_batch_notices_another_answer(
-    fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = AsyncEngine.generate
-
-    async def spoilt(self: AsyncEngine, *arguments: Any, **options: Any) -> GenerationResult:
-        result = await generate(self, *arguments, **options)
-        return dataclasses.replace(result, token_ids=[3, *result.token_ids])
-
-    monkeypatch.setattr(AsyncEngine, "generate", spoilt)
-    found, _, ties = soak_batch.soak(fluent.bundle("medusa"), 2, seconds=1)
-    assert len(found.parted) > len(ties)
-    assert any("parts at token 0" in failure for failure in found.findings.failures)
+    monkeypatch.setattr(spoilt, "generate", by_engine if spoilt is Engine else by_several)
+    findings, _ = soak.soak(fluent.bundle("medusa"), 1, seed=0, workers=workers, parallel=2)
+    kinds = ("generate: ", "shared: whole: ")
+    named = [each for each in findings.failures if each.startswith(kinds)]
+    assert any("parts at token 0" in failure for failure in named)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
     python -m tools.ci.soak --minutes 10 --seed 0 [--bundle DIR | --toy] --json OUT
 
-The requests are drawn from a pool made of the seed: texts, raw texts, token ids and chats that
-grow turn by turn; greedy and sampled, with penalties, biases, stop strings and log-probabilities;
-through every drafter of the bundle, those built in and plain decoding. They are generated whole,
-streamed, and streams are closed early, dropped and interrupted; some requests have arguments that
-must be refused. All threads share one target, so that most requests find the key/value rows of a
-quite different one.
+The requests are drawn from a pool made of the seed: texts, raw texts, token ids, prompts of several
+hundred tokens, answers within grammars, and chats that grow turn by turn; greedy and sampled, with
+penalties, biases, stop strings and log-probabilities. Some threads share engines: one for every
+drafter of the bundle, those built in and plain decoding, all on one target, so that most requests
+find the key/value rows of a quite different one. The other threads are more clients than an
+AsyncEngine answers at a time, so that calls join and leave the passes of others all the time.
+Answers are generated whole or streamed; streams are closed early, dropped and interrupted, calls
+cancelled or given too little time; some requests have arguments that must be refused.
 
 Each answer is compared with that of plain decoding without reuse, by a bundle of its own, for the
 same arguments: at fp32 it must be the same token for token, or a near tie must lie where they part.
@@ -24,6 +26,7 @@ as few in the last quarter as they were at most in the quarter before, or memory
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import os
@@ -34,7 +37,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,14 +53,16 @@ from spec_runtime.errors import UserError
 from spec_runtime.loop.target import NEAR_TIE
 from spec_runtime.measure.audit import first_difference, replay
 from spec_runtime.proposers import BUILT_IN
+from spec_runtime.queue.async_engine import AsyncEngine
 from spec_runtime.sampling import Sampler, SamplingParams
 from tools.figures import command_line, manifest_of, run, write
 from tools.measure import hostile_clients
 
 ROOT = Path(__file__).parents[2]
 NOTE = "a pool of requests of its own; not recorded: prompts"
-POOL = 48  # different requests, chats not counted
+POOL = 72  # different requests, chats not counted
 CHATS, TURNS = 6, 3
+LONG_TOKENS = 600  # of a long prompt at most, and half of the context
 MAX_GROWTH = 1.0  # MB a minute
 MAX_SHORT_GROWTH = 16.0  # MB, in a run too short for a slope
 # Pipes of the two processes that try grammars, which in a short run may come late, and stay.
@@ -65,6 +70,7 @@ TRIAL_FILES = 4
 PATIENCE = 120.0  # seconds that a request may take at the end
 HOSTILE_SECONDS = 0.5  # that a hostile request is given
 HOSTILE_PATIENCE = 20.0  # after which it has not kept to them
+MOST_PAUSE = 0.2  # seconds between two requests of a client of the AsyncEngine
 WARM_UP = 0.2  # of the time
 LEAST_EQUAL = 10  # answers; a run of fewer shows nothing
 TEXTS = (
@@ -77,6 +83,11 @@ TEXTS = (
     "def area(width, height):",
     "one two. one two. one two.",
     "",
+)
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"type": "regex", "regex": "[a-z]{1,8}( [a-z]{1,8}){0,5}"},
+    {"type": "regex", "regex": "(yes|no), [0-9]{1,4}"},
+    {"type": "json_object"},
 )
 LOGPROB_TOLERANCE = 1e-3  # two passes of fp32 differ by far less
 
@@ -109,49 +120,11 @@ class Findings:
             self.outcomes[outcome] += 1
             self.tokens += tokens
 
-    def judge_hostile(
-        self, request: Request, seconds: float, found: GenerationResult | UserError
-    ) -> None:
-        """Counts a hostile request that ended after so many seconds."""
-        if seconds > HOSTILE_PATIENCE:
-            self.fail(f"hostile: {request.key[:200]}: took {seconds:.0f} s")
-        elif isinstance(found, UserError) and "\n" in str(found):
-            self.fail(f"hostile: {request.key[:200]}: refused in several lines: {found}")
-        else:
-            self.add("hostile", "not compared")
-
     def fail(self, what: str) -> None:
         with self.lock:
             self.outcomes["failed"] += 1
             if len(self.failures) < 50:
                 self.failures.append(what)
-
-    def judge(
-        self,
-        kind: str,
-        reference: Reference,
-        request: Request,
-        position: int | None,
-        pair: tuple[Any, Any],
-        who: str = "",
-    ) -> bool:
-        """Counts an answer that parts from the reference at `position`, None if it does not; says
-        whether a near tie lies there. `pair` are what was got and what was expected."""
-        got, expected = pair
-        tokens = len(got) if isinstance(got, list) else 0
-        # `is_near_tie` knows no grammar
-        is_free = "response_format" not in request.options
-        if position is None:
-            self.add(kind, "equal", tokens)
-        elif is_free and reference.is_near_tie(request, position):
-            self.add(kind, "near tie", tokens)
-            return True
-        else:
-            self.fail(
-                f"{kind}{who}: {request.key[:200]}: parts at token {position}: got {got!r:.200}, "
-                f"expected {expected!r:.200}"
-            )
-        return False
 
 
 # ---- what is asked ----
@@ -180,20 +153,27 @@ def options(rng: random.Random) -> dict[str, Any]:
     return found
 
 
-def pool(rng: random.Random, encode: Callable[[str], list[int]]) -> list[Request]:
-    """Returns the requests of a run."""
-    requests = []
+def pool(rng: random.Random, engine: Engine) -> Iterator[Request]:
+    """Yields the requests of a run."""
+    longest = min(LONG_TOKENS, engine.target.max_length // 2)
+    shapes = (*("text", "raw", "ids", "system") * 2, "long", "grammar")
     for _ in range(POOL):
-        text = rng.choice(TEXTS)
-        asked = options(rng)
+        text, asked, shape = rng.choice(TEXTS), options(rng), rng.choice(shapes)
         prompt: Any = text
-        shape = rng.choice(("text", "raw", "ids", "system"))
         if shape == "ids":
-            prompt = encode(text)
-        elif shape != "text":
-            asked |= {"raw": True} if shape == "raw" else {"system": "Be brief."}
-        requests.append(Request(prompt, asked))
-    return requests
+            prompt = engine.encode(text)
+        elif shape == "raw":
+            asked |= {"raw": True}
+        elif shape == "system":
+            asked |= {"system": "Be brief."}
+        elif shape == "long":
+            words = (engine.encode(each) for each in rng.choices(TEXTS, k=longest))
+            prompt = [token for ids in words for token in ids]
+            prompt = prompt[: rng.randint(longest // 4, longest)]
+        elif shape == "grammar":
+            asked = {key: asked[key] for key in ("temperature", "seed") if key in asked}
+            asked |= {"max_new_tokens": rng.randint(4, 40), "response_format": rng.choice(GRAMMARS)}
+        yield Request(prompt, asked)
 
 
 REFUSED: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -218,14 +198,6 @@ REFUSED: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def hostile(rng: random.Random) -> Request:
-    """Returns a request for an answer in a format that is slow to read, to compile or to follow; of
-    each kind there are few, so that what an engine remembers of them does not grow."""
-    make = rng.choice(list(hostile_clients.FORMATS.values()))
-    asked = {"response_format": make(rng.randrange(4)), "timeout": HOSTILE_SECONDS}
-    return Request("say abc, 1", {**asked, "max_new_tokens": 8})
-
-
 # ---- what must come ----
 
 
@@ -244,15 +216,22 @@ class Reference:
                 self._answers[request.key] = found
             return self._answers[request.key]
 
-    def text_until(self, request: Request, position: int) -> str:
-        """Returns the text of the first `position` tokens of the answer."""
-        return self._engine.tokenizer.decode(self.answer(request).token_ids[:position])
+    def has(self, request: Request) -> bool:
+        """Answers a request; says that it cannot be where the library for grammars is not there or
+        cannot read the tokenizer."""
+        try:
+            self.answer(request)
+        except UserError:
+            if "response_format" not in request.options:
+                raise
+            return False
+        return True
 
     def is_near_tie(self, request: Request, position: int) -> bool:
         """Says whether the answer's token at `position` would be another one if its logit were
-        lower by what rounding may do at fp32."""
+        lower by what rounding may do at fp32; what a grammar forbids is not known here."""
         token_ids = self.answer(request).token_ids
-        if position >= len(token_ids):
+        if position >= len(token_ids) or "response_format" in request.options:
             return False
         named = {k: v for k, v in request.options.items() if k not in ("raw", "system")}
         asked = (request.options.get("raw", False), request.options.get("system"))
@@ -271,24 +250,99 @@ class Reference:
 # ---- the requests ----
 
 
+@dataclass
 class Worker:
-    """Sends requests until the time is over; several share the engines."""
+    """Sends requests from a thread of its own until the time is over, and judges the answers."""
 
-    def __init__(
-        self,
-        number: int,
-        seed: int,
-        engines: dict[str, Engine],
-        requests: list[Request],
-        reference: Reference,
-        findings: Findings,
-    ) -> None:
-        self.rng = random.Random(f"{seed} worker {number}")
-        self.engines, self.requests = engines, requests
-        self.reference, self.findings = reference, findings
+    rng: random.Random
+    requests: list[Request]
+    reference: Reference
+    findings: Findings
+
+    @property
+    def kinds(self) -> list[tuple[int, Callable[[Request], None]]]:
+        """Returns ways to ask, by how often."""
+        raise NotImplementedError
 
     def run(self, deadline: float) -> None:
-        kinds: list[tuple[int, Callable[[Engine, Request], None]]] = [
+        asks, weights = [ask for _, ask in self.kinds], [weight for weight, _ in self.kinds]
+        while time.monotonic() < deadline:
+            (ask,), request = self.rng.choices(asks, weights), self.rng.choice(self.requests)
+            try:
+                ask(request)
+            except Exception:
+                last = traceback.format_exc().strip().splitlines()[-1]
+                self.findings.fail(f"{ask}: {request.key[:200]}: {last}")
+
+    def hostile(self, generate: Callable[..., GenerationResult]) -> None:
+        """Asks for an answer in a format that is slow to read, to compile or to follow; of each
+        kind there are few, so that what an engine remembers of them does not grow."""
+        make = self.rng.choice(list(hostile_clients.FORMATS.values()))
+        asked = {"response_format": make(self.rng.randrange(4)), "timeout": HOSTILE_SECONDS}
+        begun, said = time.monotonic(), ""
+        try:
+            generate("say abc, 1", max_new_tokens=8, **asked)
+        except UserError as error:
+            said = str(error)
+        if (seconds := time.monotonic() - begun) > HOSTILE_PATIENCE or "\n" in said:
+            self.findings.fail(f"hostile: {asked!r:.200}: took {seconds:.0f} s, {said}")
+        else:
+            self.findings.add("hostile", "not compared")
+
+    def judge(self, kind: str, request: Request, got: list[int], is_whole: bool = True) -> bool:
+        """Counts an answer's tokens, or those of its beginning; says whether they are right."""
+        expected = self.reference.answer(request).token_ids
+        expected = expected if is_whole else expected[: len(got)]
+        position = first_difference(expected, got)
+        if position is None:
+            self.findings.add(kind, "equal", len(got))
+        elif self.reference.is_near_tie(request, position):
+            self.findings.add(kind, "near tie", len(got))
+        else:
+            self.findings.fail(
+                f"{kind}: {request.key[:200]}: parts at token {position}: got {got!r:.200}, "
+                f"expected {expected!r:.200}"
+            )
+        return position is None
+
+    def judge_result(self, kind: str, request: Request, got: GenerationResult) -> None:
+        expected = self.reference.answer(request)
+        if self.judge(kind, request, got.token_ids) and not (
+            (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+            and _logprobs_agree(got, expected)
+        ):
+            self.findings.fail(
+                f"{kind}: {request.key[:200]}: same tokens, other text, reason or log-probabilities"
+            )
+
+    def judge_chunks(self, kind: str, request: Request, chunks: list[Any]) -> None:
+        """Judges what a stream has given, to its end or not."""
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        result = chunks[-1].result if chunks else None
+        if result is None:
+            self.judge(kind, request, tokens, is_whole=False)
+            return
+        if (tokens, "".join(chunk.text for chunk in chunks)) != (result.token_ids, result.text):
+            self.findings.fail(f"{kind}: {request.key[:200]}: its parts are not its result")
+        self.judge_result(kind, request, result)
+
+
+def _logprobs_agree(got: GenerationResult, expected: GenerationResult) -> bool:
+    if got.logprobs is None or expected.logprobs is None:
+        return got.logprobs is expected.logprobs
+    pairs = zip(got.logprobs, expected.logprobs, strict=True)
+    return all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in pairs)
+
+
+@dataclass
+class Caller(Worker):
+    """Asks engines that several threads share, by name."""
+
+    engines: dict[str, Engine]
+
+    @property
+    def kinds(self) -> list[tuple[int, Callable[[Request], None]]]:
+        return [
             (6, self.generate),
             (4, partial(self.stream, "stream")),
             (2, self.steps),
@@ -299,121 +353,148 @@ class Worker:
             (1, self.open_another),
             (1, self.other_rules),
             (2, self.refuse),
-            (1, self.hostile),
+            (1, lambda _: self.hostile(self.engine.generate)),
         ]
-        weights = [weight for weight, _ in kinds]
-        while time.monotonic() < deadline:
-            _, ask = self.rng.choices(kinds, weights)[0]
-            name = self.rng.choice(list(self.engines))
-            request = self.rng.choice(self.requests)
-            try:
-                ask(self.engines[name], request)
-            except Exception:
-                last = traceback.format_exc().strip().splitlines()[-1]
-                self.findings.fail(f"{ask} with {name}: {request.key[:200]}: {last}")
 
-    def generate(self, engine: Engine, request: Request, kind: str = "generate") -> None:
-        got = engine.generate(request.prompt, **request.options)
-        expected = self.reference.answer(request)
-        if not self._judge_tokens(kind, engine, request, got.token_ids):
-            return
-        same = (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
-        if not same or not _logprobs_agree(got, expected):
-            self.findings.fail(
-                f"{kind} with {engine.drafter}: {request.key[:200]}: same tokens, other "
-                "text, reason or log-probabilities"
-            )
+    @property
+    def engine(self) -> Engine:
+        """Returns another engine each time."""
+        return self.rng.choice(list(self.engines.values()))
 
-    def steps(self, engine: Engine, request: Request) -> None:
-        steps = engine.steps(request.prompt, **request.options)
-        self._judge_tokens("steps", engine, request, [t for step in steps for t in step.tokens])
+    def generate(self, request: Request) -> None:
+        got = self.engine.generate(request.prompt, **request.options)
+        self.judge_result("generate", request, got)
 
-    def stream(self, kind: str, engine: Engine, request: Request) -> None:
-        """Reads a stream whole, or some pieces of it before its end comes as `kind` says."""
-        pieces = engine.stream(request.prompt, **request.options)
-        count = None if kind == "stream" else self.rng.randint(0, 4)
-        text = "".join(islice(pieces, count))
+    def steps(self, request: Request) -> None:
+        steps = self.engine.steps(request.prompt, **request.options)
+        self.judge("steps", request, [token for step in steps for token in step.tokens])
+
+    def stream(self, kind: str, request: Request) -> None:
+        """Reads a stream whole, or some chunks of it before its end comes as `kind` says."""
+        chunks = self.engine.chunks(request.prompt, **request.options)
+        found = [*islice(chunks, None if kind == "stream" else self.rng.randint(0, 4))]
         if kind == "closed early":
-            pieces.close()
+            chunks.close()
         elif kind == "dropped":
-            del pieces
+            del chunks
         elif kind == "interrupted":
             with suppress(KeyboardInterrupt):
-                pieces.throw(KeyboardInterrupt())
-        expected = self.reference.answer(request)
-        agrees = expected.text == text if count is None else expected.text.startswith(text)
-        position = None
-        if not agrees:  # it parts at the first token whose text the stream does not have
-            num_tokens = len(expected.token_ids)
-            texts = (self.reference.text_until(request, i + 1) for i in range(num_tokens))
-            parted = (i for i, each in enumerate(texts) if not text.startswith(each))
-            position = next(parted, num_tokens)
-        who = f" with {engine.drafter}"
-        pair = (text, expected.text)
-        self.findings.judge(kind, self.reference, request, position, pair, who)
+                chunks.throw(KeyboardInterrupt())
+        self.judge_chunks(kind, request, found)
 
-    def chat(self, engine: Engine, request: Request) -> None:
+    def chat(self, request: Request) -> None:
         """Asks turn after turn; each repeats all messages before it, as clients do."""
-        rng = random.Random(f"chat {self.rng.randrange(CHATS)}")
+        rng, engine = random.Random(f"chat {self.rng.randrange(CHATS)}"), self.engine
         asked = options(rng) | {"max_new_tokens": 8}
         messages: list[dict[str, str]] = []
         for _ in range(TURNS):
             messages.append({"role": "user", "content": rng.choice(TEXTS[:4])})
             turn = Request(list(messages), asked)
-            self.generate(engine, turn, kind="chat turn")
+            self.judge_result("chat turn", turn, engine.generate(turn.prompt, **asked))
             messages.append({"role": "assistant", "content": self.reference.answer(turn).text})
 
-    def open_another(self, engine: Engine, request: Request) -> None:
+    def open_another(self, request: Request) -> None:
         """Opens a further engine on the same target, and lets it go again."""
+        engine = self.engine
         name = self.rng.choice([*BUILT_IN, engine.drafter.partition("+")[0]])
-        self.generate(engine.with_drafter(name), request, kind="new engine")
+        got = engine.with_drafter(name).generate(request.prompt, **request.options)
+        self.judge_result("new engine", request, got)
 
-    def other_rules(self, engine: Engine, request: Request) -> None:
+    def other_rules(self, request: Request) -> None:
         rule = self.rng.choice(("rejection", "typical"))
         asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "seed": 1}
-        got = engine.generate("say abc, 1", acceptance=rule, **asked)
+        got = self.engine.generate("say abc, 1", acceptance=rule, **asked)
         if not 1 <= len(got.token_ids) <= 12:
             self.findings.fail(f"{rule}: {len(got.token_ids)} tokens, expected 1 to 12")
         self.findings.add(rule, "not compared", len(got.token_ids))
 
-    def refuse(self, engine: Engine, request: Request) -> None:
+    def refuse(self, request: Request) -> None:
         prompt, asked = self.rng.choice(REFUSED)
+        what = f"{str(prompt)[:20]!r} {asked}"
         try:
-            engine.generate(prompt, **asked)
+            self.engine.generate(prompt, **asked)
         except UserError as error:
             if "\n" in str(error):
                 self.findings.fail(f"refused in several lines: {error}")
             self.findings.add("bad arguments", "refused")
         except Exception as error:
-            self.findings.fail(f"{str(prompt)[:20]!r} {asked}: {type(error).__name__}: {error}")
+            self.findings.fail(f"{what}: {type(error).__name__}: {error}")
         else:
-            self.findings.fail(f"not refused: {str(prompt)[:20]!r} {asked}")
-
-    def hostile(self, engine: Engine, request: Request) -> None:
-        asked, begun = hostile(self.rng), time.monotonic()
-        found: GenerationResult | UserError
-        try:
-            found = engine.generate(asked.prompt, **asked.options)
-        except UserError as error:
-            found = error
-        self.findings.judge_hostile(asked, time.monotonic() - begun, found)
-
-    def _judge_tokens(
-        self, kind: str, engine: Engine, request: Request, token_ids: list[int]
-    ) -> bool:
-        """Counts an answer's tokens; says whether they are those of the reference."""
-        expected = self.reference.answer(request).token_ids
-        position = first_difference(expected, token_ids)
-        pair, who = (token_ids, expected), f" with {engine.drafter}"
-        self.findings.judge(kind, self.reference, request, position, pair, who)
-        return position is None
+            self.findings.fail(f"not refused: {what}")
 
 
-def _logprobs_agree(got: GenerationResult, expected: GenerationResult) -> bool:
-    if got.logprobs is None or expected.logprobs is None:
-        return got.logprobs is expected.logprobs
-    pairs = zip(got.logprobs, expected.logprobs, strict=True)
-    return all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in pairs)
+@dataclass
+class Client(Worker):
+    """Asks an engine that answers several at a time, in a loop that runs in another thread."""
+
+    engine: AsyncEngine
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def kinds(self) -> list[tuple[int, Callable[[Request], None]]]:
+        return [
+            (5, self.whole),
+            (5, lambda request: self.stream("shared: stream", None, request)),
+            (2, lambda request: self.stream("shared: left", self.rng.randint(1, 4), request)),
+            (2, self.cancel),
+            (1, self.hurry),
+            (1, lambda _: self.hostile(self._generate)),
+        ]
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Returns what a coroutine returns; then pauses, most times."""
+        found = asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        if self.rng.random() < 0.7:
+            time.sleep(self.rng.uniform(0, MOST_PAUSE))
+        return found
+
+    def _generate(self, prompt: Any, **asked: Any) -> GenerationResult:
+        found: GenerationResult = self._wait(self.engine.generate(prompt, **asked))
+        return found
+
+    def whole(self, request: Request) -> None:
+        got = self._generate(request.prompt, **request.options)
+        self.judge_result("shared: whole", request, got)
+
+    def stream(self, kind: str, count: int | None, request: Request) -> None:
+        """Reads a stream whole, or closes it after some chunks."""
+
+        async def read() -> list[Any]:
+            chunks, found = self.engine.stream(request.prompt, **request.options), []
+            async for chunk in chunks:
+                found.append(chunk)
+                if len(found) == count:
+                    break
+            await chunks.aclose()
+            return found
+
+        self.judge_chunks(kind, request, self._wait(read()))
+
+    def cancel(self, request: Request) -> None:
+        """Cancels a task while it waits, its prompt is read or its answer is decoded."""
+
+        async def leave() -> GenerationResult | None:
+            task = asyncio.create_task(self.engine.generate(request.prompt, **request.options))
+            done, _ = await asyncio.wait({task}, timeout=self.rng.uniform(0, 1.0))
+            if done:
+                return task.result()
+            task.cancel()
+            await asyncio.wait({task})
+            return None
+
+        if (got := self._wait(leave())) is None:
+            self.findings.add("shared: cancelled", "not compared")
+        else:
+            self.judge_result("shared: not cancelled", request, got)
+
+    def hurry(self, request: Request) -> None:
+        """Gives a call little time."""
+        asked = {**request.options, "timeout": self.rng.uniform(0.01, 0.5)}
+        got = self._generate(request.prompt, **asked)
+        if got.finish_reason == "timeout":
+            self.judge("shared: timeout", request, got.token_ids, is_whole=False)
+        else:
+            self.judge_result("shared: in time", request, got)
 
 
 # ---- memory, threads and files ----
@@ -483,60 +564,83 @@ def sizes(samples: list[Sample]) -> dict[str, Any]:
 # ---- the run ----
 
 
-def soak(folder: Path, seconds: float, seed: int, workers: int) -> tuple[Findings, list[Sample]]:
+@contextmanager
+def shared_engine(folder: Path, parallel: int, prompts: list[list[int]]) -> Iterator[Any]:
+    """Gives an AsyncEngine and its loop, which runs in a thread.
+
+    Each lane has answered the longest prompt there is before: the pages of a cache become this
+    process's own when they are first written.
+    """
+    loop, engine = (
+        asyncio.new_event_loop(),
+        AsyncEngine(load(folder, profile=False), parallel=parallel),
+    )
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    longest = max(prompts, key=len)
+    turned = [longest[k:] + longest[:k] for k in range(parallel)]
+
+    async def warm_up() -> None:
+        await asyncio.gather(*(engine.generate(ids, max_new_tokens=64) for ids in turned))
+
+    asyncio.run_coroutine_threadsafe(warm_up(), loop).result()
+    yield engine, loop
+    asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def soak(
+    folder: Path, seconds: float, seed: int, workers: int, parallel: int
+) -> tuple[Findings, list[Sample]]:
     """Runs the workers for some seconds; returns what they found and the samples."""
     engine = load(folder, profile=False)
-    manifest = manifest_of(folder)
     engines = {"first": engine}
-    for name in [*(info.name for info in manifest.drafters), *BUILT_IN, "none"]:
+    for name in [*(info.name for info in manifest_of(folder).drafters), *BUILT_IN, "none"]:
         engines[name] = engine.with_drafter(
             name, False if name not in (*BUILT_IN, "none") else None
         )
-    reference = Reference(load(folder, drafter="none", profile=False))
-    requests = pool(random.Random(seed), lambda text: engine.encode(text))
-    findings, started = Findings(), time.monotonic()
-    deadline = started + seconds
-    threads = [
-        threading.Thread(
-            target=Worker(i, seed, engines, requests, reference, findings).run,
-            args=(deadline,),
-            daemon=True,
-        )
-        for i in range(workers)
-    ]
-    for thread in threads:
-        thread.start()
-    samples = [sample(started)]
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, seconds / 20))
-        if time.monotonic() < deadline:  # until then all workers are there
-            samples.append(sample(started))
-    for thread in threads:
-        thread.join(max(0.0, deadline + PATIENCE - time.monotonic()))
-        if thread.is_alive():
-            faulthandler.dump_traceback()
-            findings.fail(f"a request still runs {PATIENCE:.0f} s after the end")
-            break
+    reference, findings = Reference(load(folder, drafter="none", profile=False)), Findings()
+    requests = [each for each in pool(random.Random(seed), engine) if reference.has(each)]
+    prompts = [each.prompt for each in requests if isinstance(each.prompt, list)]
+
+    def about(number: int) -> Any:
+        return random.Random(f"{seed} worker {number}"), requests, reference, findings
+
+    with shared_engine(folder, parallel, prompts) as shared:
+        asking: list[Worker] = [Caller(*about(i), engines) for i in range(workers)]
+        clients = parallel + parallel // 2 + 1
+        asking += [Client(*about(workers + i), *shared) for i in range(clients)]
+        started = time.monotonic()
+        deadline = started + seconds
+        threads = [threading.Thread(target=w.run, args=(deadline,), daemon=True) for w in asking]
+        for thread in threads:
+            thread.start()
+        samples = [sample(started)]
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, seconds / 20))
+            if time.monotonic() < deadline:  # until then all workers are there
+                samples.append(sample(started))
+        for thread in threads:
+            thread.join(max(0.0, deadline + PATIENCE - time.monotonic()))
+            if thread.is_alive():
+                faulthandler.dump_traceback()
+                findings.fail(f"a request still runs {PATIENCE:.0f} s after the end")
+                break
     return findings, samples
 
 
 @contextmanager
-def toy_bundle() -> Iterator[Path]:
-    """Gives a bundle of a tiny target that has learned to repeat words, and a drafter that often
-    guesses them; needs the extra `export`."""
-    sys.path.insert(0, str(ROOT / "tests/export"))
-    from workshop import FluentWorkshop
-
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        yield FluentWorkshop(Path(folder)).bundle("medusa")
-
-
-@contextmanager
 def chosen_bundle(folder: Path | None, is_toy: bool) -> Iterator[Path]:
-    """Gives the bundle to soak; raises UserError if it is not fp32."""
+    """Gives the bundle to soak: that of a tiny target that has learned to repeat words, with a
+    drafter that often guesses them (which needs the extra `export`), or the one that is asked for;
+    raises UserError if it is not fp32."""
     if is_toy:
-        with toy_bundle() as made:
-            yield made
+        sys.path.insert(0, str(ROOT / "tests/export"))
+        from workshop import FluentWorkshop
+
+        with tempfile.TemporaryDirectory(prefix="soak-") as made:
+            yield FluentWorkshop(Path(made)).bundle("medusa")
         return
     folder = folder or bundles.find()
     precision = manifest_of(folder).target.precision
@@ -548,19 +652,25 @@ def chosen_bundle(folder: Path | None, is_toy: bool) -> Iterator[Path]:
     yield folder
 
 
-def report(
-    out: Path | None,
-    figures: dict[str, Any],
-    findings: Findings,
-    samples: list[Sample],
-    manifest: Any,
-) -> int:
-    """Prints and writes figures and findings of a soak; returns 1 if something failed, else 0."""
+def main(words: list[str] | None = None) -> int:
+    parser = command_line(__doc__, "--bundle", "--json")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--toy", action="store_true", help="a tiny bundle made for this run")
+    parser.add_argument("--workers", type=int, default=4, help="threads that share engines")
+    parser.add_argument("--parallel", type=int, default=3, help="calls at a time of the other one")
+    args = parser.parse_args(words)
+    settings = {name: getattr(args, name) for name in ("seed", "minutes", "workers", "parallel")}
+    with chosen_bundle(args.bundle, args.toy) as folder:
+        manifest = manifest_of(folder)
+        findings, samples = soak(folder, 60 * args.minutes, args.seed, args.workers, args.parallel)
     size = sizes(samples)
     failures = [*findings.failures, *size.pop("failures")]
     if findings.outcomes["equal"] < LEAST_EQUAL:
         failures.append(f"only {findings.outcomes['equal']} answers are compared and equal")
-    figures |= {
+    figures = {
+        **settings,
+        "requests": sum(findings.requests.values()),
         "by_kind": dict(sorted(findings.requests.items())),
         "outcomes": dict(sorted(findings.outcomes.items())),
         "tokens": findings.tokens,
@@ -570,23 +680,8 @@ def report(
     }
     for name, found in figures.items():
         print(f"{name:9} {found}")
-    write(out, figures, manifest=manifest, note=NOTE)
+    write(args.json, figures, manifest=manifest, note=NOTE)
     return 1 if failures else 0
-
-
-def main(words: list[str] | None = None) -> int:
-    parser = command_line(__doc__, "--bundle", "--json")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--toy", action="store_true", help="a tiny bundle made for this run")
-    parser.add_argument("--workers", type=int, default=4)
-    args = parser.parse_args(words)
-    with chosen_bundle(args.bundle, args.toy) as folder:
-        manifest = manifest_of(folder)
-        findings, samples = soak(folder, 60 * args.minutes, args.seed, args.workers)
-    settings = {"seed": args.seed, "minutes": args.minutes, "workers": args.workers}
-    figures = settings | {"requests": sum(findings.requests.values())}
-    return report(args.json, figures, findings, samples, manifest)
 
 
 if __name__ == "__main__":

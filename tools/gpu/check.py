@@ -10,13 +10,12 @@ Parts, the most valuable first:
 
 environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
 bundle         reads the bundles and checks their hashes, or builds one of a random target
-parity         every graph opened on the device, with or without CUDA graphs, and fed random but
-               valid feeds: rows against ONNX Runtime's CPU provider
+parity         the target's logits and every drafter's guesses against those of ONNX Runtime's CPU
+               provider, with or without CUDA graphs
 losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
 lanes          several prompts that share passes: same tokens as alone, ratio of speeds
 bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
 attention      milliseconds of four layers with each form of attention, by context and rows
-shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), draft
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
@@ -65,7 +64,6 @@ SECONDS = {
     "lanes": 120.0,
     "bench": 240.0,
     "attention": 120.0,
-    "shapes": 240.0,
 }
 NEEDS_BUNDLE = ("parity", "losslessness", "lanes", "bench")
 MIN_SECONDS = 10.0  # with less, a part is not begun

@@ -1,16 +1,11 @@
-"""Makes, feeds and times graphs for tools/gpu/check.py: random ones or those of a bundle.
-
-A random target has one decoder layer's weights in all its layers. Its file stays small (a tensor is
-stored once), yet at the size of a 7B model every layer streams its weights from device memory: a
-layer (0.4 GB) is far larger than any L2 cache (0.05 GB). LM head and embedding are one table.
-"""
+"""Makes, feeds and times graphs of random targets for tools/gpu/check.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,6 @@ from spec_runtime.trees.tree import chain_parents
 BACKEND_FOR = {"cpu": "onnxruntime", "cuda": "cuda"}
 PRECISION_FOR = {"cpu": "fp32", "cuda": "fp16"}
 SCRATCH = 128
-NUM_MASKS = 4
 # These have a cache, none, features of their own and states of their own.
 TOY_DRAFTERS = ("parallelspec", "medusa", "eagle", "hydra")
 RANDOM_CONTEXT = 256
@@ -37,7 +31,7 @@ WARM_UP = 6  # runs before the clock starts: kernels are chosen, a CUDA graph is
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a Llama; its drafter guesses the first `draft_vocab` tokens."""
+    """The dimensions of a Llama."""
 
     name: str
     vocab_size: int
@@ -47,7 +41,6 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    draft_vocab: int
 
 
 # ---------------------------------------------------------------------------------------- feeds
@@ -113,46 +106,6 @@ class Feeder:
             self.keep(range(n))
 
 
-def banks_of(graph: bundles.Graph) -> list[bundles.TensorSpec]:
-    """Returns the banks that numpy can read and write: those of bfloat16 are left out."""
-    specs = (spec for spec in graph.inputs if spec.name.startswith(bundles.BANK))
-    return [spec for spec in specs if spec.dtype != "bfloat16"]
-
-
-def fill_banks(backend: Any, graph: bundles.Graph) -> None:
-    """Fills a graph's banks with random rows, the same in every backend of the graph."""
-    rng = np.random.default_rng(2)
-    for spec in banks_of(graph):
-        bank = backend.buffers[spec.name]
-        bank.update_inplace(rng.standard_normal(bank.shape(), np.float32).astype(spec.dtype))
-
-
-def written_rows(
-    backend: Any, graph: bundles.Graph, feeds: dict[str, np.ndarray]
-) -> Iterator[np.ndarray]:
-    """Yields what a run with these feeds wrote to each bank that the graph writes, [R, W]."""
-    outputs = {spec.name for spec in graph.outputs}
-    row_R = feeds.get(bundles.BANK_ROWS, feeds.get("slots"))
-    for spec in banks_of(graph):
-        if f"{spec.name}.out" in outputs:
-            yield backend.buffers[spec.name].numpy()[row_R]
-
-
-def random_trees() -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Yields parents i64[N] and the path to keep: a prompt, trees, single rows, and a chain whose
-    beginning is kept."""
-    rng = np.random.default_rng(1)
-    yield chain_parents(24), list(range(24))
-    for n in (8, 1, 16, 1, 12):
-        parents = [int(rng.integers(i)) for i in range(1, n)]
-        parent_N = np.array([0, *parents], np.int64)
-        path = [n - 1]
-        while path[0] > 0:
-            path.insert(0, int(parent_N[path[0]]))
-        yield parent_N, path
-    yield chain_parents(5), [0, 1, 2]
-
-
 def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
     """Returns the largest |Δ| of each row over the row's range, or over 1 if the range is less."""
     got, expected = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (got, expected))
@@ -178,45 +131,14 @@ def milliseconds(
 
 
 def random_backbone(shape: Shape, context: int, precision: str) -> Any:
-    """Makes a Llama of this shape, all of whose layers are one and the same module."""
+    """Returns the decoder of a random Llama of this shape."""
     import torch
 
-    from spec_export.model import decoder
-    from spec_export.model.config import rotary_tables
+    from spec_export.model.decoder import Backbone
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(num_out: int, num_in: int) -> Any:
-        return torch.randn(num_out, num_in, dtype=dtype, generator=generator) * num_in**-0.5
-
-    def norm() -> Any:
-        return decoder.RMSNorm(torch.ones(D, dtype=dtype), config.norm_eps)
-
-    D, M, H, G = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads
-    config = decoder.DecoderConfig(
-        family="llama",
-        vocab_size=shape.vocab_size,
-        hidden_size=D,
-        intermediate_size=M,
-        num_layers=shape.num_layers,
-        num_heads=H,
-        num_kv_heads=G,
-        head_dim=shape.head_dim,
-        rotary_dim=shape.head_dim,
-        norm_eps=1e-5,
-        max_length=context,
-        scratch=SCRATCH,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-    )
-    qkv = decoder.Projection(weight((H + 2 * G) * shape.head_dim, D))
-    out = decoder.Projection(weight(D, H * shape.head_dim))
-    mlp = decoder.GatedMLP(decoder.Projection(weight(2 * M, D)), decoder.Projection(weight(D, M)))
-    layer = decoder.Layer(norm(), decoder.Attention(config, qkv, out), norm(), mlp)
-    tables = rotary_tables(None, config)
-    table = weight(shape.vocab_size, D)
-    layers = [layer] * shape.num_layers
-    return decoder.Backbone(config, table, layers, norm(), None, tables).eval()
+    model = random_llama(shape, shape.hidden_size**-0.5).to(dtype)
+    return Backbone.from_transformers(model, max_length=context, scratch=SCRATCH).eval()
 
 
 def trace_target(backbone: Any) -> Any:
@@ -231,38 +153,11 @@ def write_target(traced: Any, attention: str, path: Path) -> bundles.Graph:
 
     `traced` itself is not changed.
     """
+    from spec_export.build.writer import save_graph
     from spec_export.graphs import banks, slots
 
     model = traced.clone()
     banks.keep_target(slots.to_slots(model, attention))
-    return _write(model, attention, path)
-
-
-def write_drafter(
-    backbone: Any, traced: Any, shape: Shape, precision: str, path: Path
-) -> bundles.Graph:
-    """Writes a random ParallelSpec drafter for this target, in the slots form and with banks."""
-    import torch
-
-    from spec_export import drafters
-    from spec_export.graphs import banks, slots
-    from spec_export.graphs.half import narrow
-    from spec_export.model import target
-
-    definition = drafters.load("parallelspec")
-    ends = target.ends(backbone)
-    ends = dataclasses.replace(ends, cos=ends.cos.float(), sin=ends.sin.float())
-    config = definition.Config(num_masks=NUM_MASKS)
-    module = definition.Drafter(config, ends, torch.arange(shape.draft_vocab)).eval()
-    (model,) = module.export(backbone.config).values()
-    model = slots.to_slots(narrow(model, precision))
-    banks.keep_drafter(model, traced, module.runtime_config(), SCRATCH)
-    return _write(model, "bias", path)
-
-
-def _write(model: Any, attention: str, path: Path) -> bundles.Graph:
-    from spec_export.build.writer import save_graph
-
     graph = save_graph(model, "slots", path.parent, path.name)
     return dataclasses.replace(graph, attention=attention)
 
@@ -321,7 +216,6 @@ def random_bundle(folder: Path, shape: Shape, device: str) -> Path:
 def random_target(folder: Path, shape: Shape) -> Any:
     """Writes a random Llama of this shape, whose tokens are characters, and returns it."""
     import tokenizers
-    import torch
     import transformers
 
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
@@ -331,6 +225,17 @@ def random_target(folder: Path, shape: Shape) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
     )
+    model = random_llama(shape)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def random_llama(shape: Shape, deviation: float = 0.3) -> Any:
+    """Returns a Llama of this shape, whose weights have this standard deviation."""
+    import torch
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -338,14 +243,12 @@ def random_target(folder: Path, shape: Shape) -> Any:
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=RANDOM_CONTEXT,
-        initializer_range=0.3,
+        initializer_range=deviation,
         bos_token_id=0,
         eos_token_id=1,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
+        return transformers.LlamaForCausalLM(config)

@@ -10,7 +10,7 @@ from typing import Any
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt
-from tools.gpu.graphs import BACKEND_FOR, NUM_MASKS, Shape
+from tools.gpu.graphs import BACKEND_FOR, Shape
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Sizes:
     """Says how much is measured.
 
     `bundle` are the dimensions of the random target, where no bundle is given. `contexts` and
-    `widths` are the slots and rows at which forms of attention are compared. `context` and
-    `verify_widths` are those of the 7B shapes, `draft_rows` the rows of their drafter's run.
+    `widths` are the slots and rows at which forms of `attention` are compared.
     """
 
     bundle: Shape
@@ -29,33 +28,23 @@ class Sizes:
     bench_tokens: int
     contexts: tuple[int, ...]
     widths: tuple[int, ...]
-    context: int
-    verify_widths: tuple[int, ...]
     repeats: int
     attention: Shape
-    shapes: tuple[Shape, ...]
-    draft_rows: int = 3 + NUM_MASKS  # accepted tokens of a step, and the masks
 
 
 REAL = Sizes(
-    bundle=Shape("random", 32_000, 576, 1536, 8, 9, 3, 64, 32_000),
+    bundle=Shape("random", 32_000, 576, 1536, 8, 9, 3, 64),
     num_prompts=12,
     num_audited=4,
     audited_tokens=64,
     bench_tokens=128,
     contexts=(1024, 2048, 4096),
     widths=(1, 4, 8, 16, 32, 64),
-    context=1024,
-    verify_widths=(1, 8, 16, 32, 64),
     repeats=20,
-    attention=Shape("four layers", 1024, 1024, 1024, 4, 32, 8, 128, 1024),
-    shapes=(
-        Shape("Llama-2-7B", 32_000, 4096, 11_008, 32, 32, 32, 128, 32_000),
-        Shape("Llama-3-8B", 128_256, 4096, 14_336, 32, 32, 8, 128, 32_000),
-    ),
+    attention=Shape("four layers", 1024, 1024, 1024, 4, 32, 8, 128),
 )
-TINY = Shape("toy", 96, 64, 96, 2, 4, 2, 16, 96)
-TOY = Sizes(TINY, 2, 2, 16, 16, (80, 96), (1, 4, 8), 48, (1, 4, 8), 2, TINY, (TINY,))
+TINY = Shape("toy", 96, 64, 96, 2, 4, 2, 16)
+TOY = Sizes(TINY, 2, 2, 16, 16, (80, 96), (1, 4, 8), 2, TINY)
 # For a random target, whose tokens are characters.
 RANDOM_PROMPTS = [
     BenchPrompt(i, NO_CATEGORY, text)
@@ -71,8 +60,7 @@ class Check:
     """Holds what is checked, and what parts leave for later ones.
 
     `given` are the folders that the part "bundle" reads, and `opened` what it has read for the
-    others. `limits` are the rounding between forms of a row, by bundle; `attention` is the form
-    that the 7B shapes take.
+    others. `limits` are the rounding between forms of a row, by bundle.
     """
 
     opened: list[bundles.Bundle]
@@ -82,7 +70,6 @@ class Check:
     work: Path
     given: list[Path] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
-    attention: str = "bias"
     _engines: dict[tuple[Path, str], spec_runtime.Engine] = field(default_factory=dict)
 
     def engine(self, opened: bundles.Bundle, name: str) -> spec_runtime.Engine:
@@ -90,9 +77,7 @@ class Check:
         key = (opened.path, name)
         if key not in self._engines:
             if name == "none":
-                backend = BACKEND_FOR[self.device]
-                options: Any = {"verify": False, "profile": False, "backend": backend}
-                self._engines[key] = spec_runtime.load(opened.path, name, **options)
+                self._engines[key] = open_engine(opened, BACKEND_FOR[self.device])
             else:
                 self._engines[key] = self.engine(opened, "none").with_drafter(name)
         return self._engines[key]
@@ -101,6 +86,12 @@ class Check:
         """Drops all engines, and the memory they hold."""
         self._engines.clear()
         gc.collect()  # engines and their parts name one another
+
+
+def open_engine(opened: bundles.Bundle, backend: str) -> spec_runtime.Engine:
+    """Returns an engine without a drafter, and without what was measured of this machine."""
+    options: Any = {"verify": False, "profile": False, "backend": backend}
+    return spec_runtime.load(opened.path, "none", **options)
 
 
 def label(opened: bundles.Bundle) -> str:
@@ -114,19 +105,3 @@ def label(opened: bundles.Bundle) -> str:
 def contenders(opened: bundles.Bundle) -> list[str]:
     """Returns the names of the bundle's drafters and prompt lookup, the shipped one first."""
     return [*(drafter.name for drafter in opened.manifest.drafters), "prompt_lookup"]
-
-
-def graphs_of(
-    opened: bundles.Bundle,
-) -> dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]]:
-    """Returns the bundle's graphs by name, but for those of several lanes, each with the drafter
-    that it belongs to."""
-    manifest = opened.manifest
-    graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
-        name: (graph, None)
-        for name, graph in manifest.graphs.items()
-        if bundles.num_lanes_of(name) is None
-    }
-    for info in manifest.drafters:
-        graphs |= {f"{info.name} {role}": (graph, info) for role, graph in info.graphs.items()}
-    return graphs

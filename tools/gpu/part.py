@@ -108,7 +108,6 @@ PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "lanes": same.lanes,
     "bench": speed.bench_all,
     "attention": speed.attention,
-    "shapes": speed.shapes,
 }
 
 
@@ -120,7 +119,6 @@ def read_job(asked: TableRow) -> Check:
         prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
     check = Check([], prompts, asked["device"], sizes, Path(asked["work"]))
     check.limits |= carried.get("limits", {})
-    check.attention = carried.get("attention", check.attention)
     check.given = [Path(path) for path in asked["bundles"]]
     check.opened = [bundles.read(Path(path), False) for path in carried.get("bundles", [])]
     return check
@@ -141,7 +139,7 @@ def run_part(asked: TableRow, result: Path) -> None:
     check = found.attempt(name, read_job, asked)
     if check is not None:
         found.attempt(name, PARTS[name], check, found)
-        carried["limits"], carried["attention"] = check.limits, check.attention
+        carried["limits"] = check.limits
         if name == "bundle":
             carried["bundles"] = [str(opened.path) for opened in check.opened]
             carried["labels"] = [label(opened) for opened in check.opened]

@@ -1,5 +1,5 @@
-"""The parts of tools/gpu/check.py that ask whether results are the same: one step of each graph,
-the texts of each drafter, alone and in lanes."""
+"""The parts of tools/gpu/check.py that ask whether results are the same: as on the CPU, of each
+drafter, alone and in lanes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from typing import Any
 import numpy as np
 
 import spec_runtime
-from spec_runtime import backends
-from spec_runtime.backends.shapes import is_cache
+from spec_runtime import Engine
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.loop.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
+from spec_runtime.loop.target import NEAR_TIE
 from spec_runtime.measure import audit
-from spec_runtime.proposers.heads import PAIRS
+from spec_runtime.trace.record import record
+from spec_runtime.trees.tree import TokenTree
 from tools.gpu import graphs
-from tools.gpu.graphs import BACKEND_FOR, Feeder
-from tools.gpu.job import Check, contenders, graphs_of, label
+from tools.gpu.graphs import BACKEND_FOR
+from tools.gpu.job import Check, contenders, label, open_engine
 from tools.gpu.report import Findings, LeftOut, TableRow, finite
 
-# By precision, how far a row may differ, as the largest |difference| over the row's range: rows of
-# logits and log-probabilities first, then features and other hidden rows. At fp32 the bounds are
-# for the worst row, so that TF32 products would show; elsewhere for the mean row, as in
-# spec_export/check/check.py, because the outliers of a text's first row spoil any rounding.
+# By precision, how far a row of logits may differ, as the largest |difference| over its range, and
+# how far the probability of a guess. At fp32 the bounds are for the worst, so that TF32 products
+# would show; elsewhere for the mean, because outliers spoil any rounding.
 TOLERANCES = {
     "fp32": (1e-4, 1e-3),
     "fp16": (0.01, 0.02),
@@ -35,8 +34,7 @@ TOLERANCES = {
     "int8": (0.1, 0.15),
     "int4": (0.1, 0.15),
 }
-SCORES = ("logits", "guess_log_probs", PAIRS, TOP_LOGITS)
-BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
+LEAST_SAME = 0.8  # of the CPU's guesses, that the device makes too: rounding swaps the last ones
 
 # How texts are decoded to be compared: greedy, and drawn with a seed.
 DECODINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seed 1": {"temperature": 0.8, "seed": 1}}
@@ -45,45 +43,66 @@ DECODINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seed 1": {"temperature": 
 
 
 def parity(check: Check, found: Findings) -> None:
-    """Opens every graph on the device and on ONNX Runtime's CPU provider, feeds both alike and
-    compares their rows."""
+    """Decodes the same prompts on the device and on ONNX Runtime's CPU provider, and compares the
+    target's logits and the probabilities of what each drafter guesses."""
     for opened in check.opened:
-        for name, (graph, drafter) in graphs_of(opened).items():
+        cpu = found.attempt(f"{label(opened)} on the CPU", open_engine, opened, BACKEND_FOR["cpu"])
+        for name in () if cpu is None else ("none", *contenders(opened)):
             what = f"{label(opened)}, {name}"
-            row = found.attempt(what, _compare_graph, check, opened, graph, drafter)
+            row = found.attempt(what, _compare, check, opened, name, cpu)
             if row is not None:
-                found.add({"bundle": label(opened), "graph": name, **row})
+                found.add({"bundle": label(opened), "drafter": name, **row})
                 if row["verdict"] != "ok":
                     found.fail_number(f"{what}: {row['verdict']}")
     rows = found.tables.get("measured", [])
     right = sum(row["verdict"] == "ok" for row in rows)
-    found.figure = f"{right} of {len(rows)} graphs compute what the CPU computes"
+    found.figure = f"{right} of {len(rows)} ways to decode compute what the CPU computes"
     if check.device == "cuda":
         taken = sum(row["CUDA graphs"] == "yes" for row in rows)
         found.figure += f", {taken} with CUDA graphs"
     found.note = (
-        "|Δ| of a row over its range; judged is the worst row at fp32, the mean row elsewhere. "
-        "Equal best token is for information: rounding decides near ties. A session without CUDA "
-        "graphs runs all the same; the reason is ONNX Runtime's."
+        "|Δ| of a row over its range, and of the probability of a guess; judged is the worst at "
+        "fp32, the mean elsewhere. A session without CUDA graphs runs all the same; the reason is "
+        "ONNX Runtime's."
     )
 
 
-def _compare_graph(
-    check: Check, opened: bundles.Bundle, graph: bundles.Graph, drafter: bundles.DrafterInfo | None
-) -> TableRow:
-    target, config = opened.manifest.target, drafter.config if drafter else {}
-    capacity = target.max_length + target.scratch
-    vocab_size = config.get("mask_token_base", target.dims.vocab_size) + config.get("num_masks", 0)
-    feeder = Feeder(graph, capacity, vocab_size, config.get("num_guesses", 1))
-    begin = time.monotonic()
+def _compare(check: Check, opened: bundles.Bundle, name: str, cpu: Engine) -> TableRow:
     with warnings_of("spec_runtime") as warnings:
-        runtime = backends.Runtime(BACKEND_FOR[check.device])
-        device = backends.open_graph(opened, graph, capacity, runtime)
-    about: TableRow = {"seconds to open": time.monotonic() - begin}
+        engine = check.engine(opened, name)
+    both = engine, cpu.with_drafter(name)
+    errors: dict[str, list[float]] = {"logits": [], "guesses": []}
+    num_same = num_guesses = 0
+    for prompt in check.prompts[: check.sizes.num_audited]:
+        ids = engine.encode(prompt.content)
+        options: Any = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False}
+        traces = [record(each, ids, **options) for each in both]
+        text = [*ids, *traces[1].result.token_ids[:-1]]
+        errors["logits"] += graphs.row_errors(*(audit.replay(each.target, text) for each in both))
+        for steps in zip(*(trace.steps for trace in traces), strict=False):
+            got, expected = (guesses(step.tree) for step in steps)
+            common = got.keys() & expected.keys()
+            num_guesses += len(expected)
+            num_same += len(common)
+            errors["guesses"] += [abs(got[path] - expected[path]) for path in common]
+            if steps[0].tokens != steps[1].tokens:
+                break  # the texts part at a near tie
+    if num_same < LEAST_SAME * num_guesses:
+        errors["guesses"].append(1.0)
+    about: TableRow = {}
     if check.device == "cuda":
-        about |= {"CUDA graphs": "no" if warnings else "yes", "reason": "; ".join(warnings) or None}
-    cpu = backends.open_graph(opened, graph, capacity, backends.Runtime(BACKEND_FOR["cpu"]))
-    return about | _compare_runs((device, cpu), graph, feeder, target.precision)
+        about = {"CUDA graphs": "no" if warnings else "yes", "reason": "; ".join(warnings) or None}
+    about["same guesses"] = num_same / num_guesses if num_guesses else None
+    return about | _judge_rows(errors, opened.manifest.target.precision)
+
+
+def guesses(tree: TokenTree | None) -> dict[tuple[int, ...], float]:
+    """Returns the probability of each drafted path of a tree, by its tokens."""
+    if tree is None or tree.log_prob_N is None:
+        return {}
+    paths = (tree.token_N[tree.path(node)] for node in range(1, tree.num_nodes))
+    probabilities = np.exp(tree.log_prob_N[1:]).tolist()
+    return {tuple(path.tolist()): p for path, p in zip(paths, probabilities, strict=True)}
 
 
 @contextmanager
@@ -99,61 +118,7 @@ def warnings_of(logger: str) -> Iterator[list[str]]:
         logging.getLogger(logger).removeHandler(handler)
 
 
-def _compare_runs(
-    both: tuple[Any, Any], graph: bundles.Graph, feeder: Feeder, precision: str
-) -> TableRow:
-    """Runs two backends of a graph over the same trees, and judges how far their rows differ."""
-    # LOGSUMEXP is no row, and it follows from the logits.
-    outputs = [s.name for s in graph.outputs if not is_cache(s) and s.name != LOGSUMEXP]
-    for backend in both:
-        graphs.fill_banks(backend, graph)
-    errors: dict[str, list[float]] = {"scores": [], "hidden": []}
-    same: list[bool] = []
-    for parent_N, path in graphs.random_trees():
-        feeds = feeder.feeds(parent_N)
-        got, expected = (
-            {name: array.copy() for name, array in backend.run(feeds, outputs).items()}
-            for backend in both
-        )
-        feeder.keep(path)
-        kept = (graphs.written_rows(backend, graph, feeds) for backend in both)
-        for pair in zip(*kept, strict=True):
-            errors["hidden"] += graphs.row_errors(*pair)
-        for name in outputs:
-            if name == PAIRS:
-                for pair in _pair_rows(got, expected):
-                    errors["scores"] += graphs.row_errors(*pair)
-            elif name in BEST:
-                pairs = (x.reshape(len(x), -1)[:, 0] for x in (got[name], expected[name]))
-                same += np.equal(*pairs).tolist()
-            else:
-                kind = "scores" if name in SCORES else "hidden"
-                errors[kind] += graphs.row_errors(got[name], expected[name])
-            if name == "logits":
-                same += (got[name].argmax(-1) == expected[name].argmax(-1)).tolist()
-    return _judge_rows(errors, same, precision)
-
-
-def _pair_rows(
-    got: dict[str, np.ndarray], expected: dict[str, np.ndarray]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields what two runs give for each guess after each other one that both of them name.
-
-    Guesses stand in the order of their scores, in which rounding swaps near ties, so that entry
-    [k, p, c] of `pair_log_probs` need not be about the same two tokens in both.
-    """
-    num_levels = min(len(got[PAIRS]), len(got["guess_ids"]) - 1)  # fewer if fed too few rows
-    for k in range(num_levels):
-        both = (
-            np.intersect1d(got["guess_ids"][i], expected["guess_ids"][i], return_indices=True)[1:]
-            for i in (k, k + 1)
-        )
-        places, others = (np.ix_(*each) for each in zip(*both, strict=True))
-        if places[0].size and places[1].size:
-            yield got[PAIRS][k][places], expected[PAIRS][k][others]
-
-
-def _judge_rows(errors: dict[str, list[float]], same: list[bool], precision: str) -> TableRow:
+def _judge_rows(errors: dict[str, list[float]], precision: str) -> TableRow:
     """Returns a line of the table: the rows' errors by kind with their bounds, and the verdict."""
     row: TableRow = {"rows": max(map(len, errors.values()))}
     verdict = "ok"
@@ -164,8 +129,8 @@ def _judge_rows(errors: dict[str, list[float]], same: list[bool], precision: str
             row |= {f"{kind}, mean": finite(mean), f"{kind}, worst": finite(worst)}
             row[f"{kind}, bound"] = bound
         if not judged <= bound:  # so that NaN fails
-            verdict = f"{kind} differ by {judged:.3g} of a row's range, expected {bound:g} at most"
-    return row | {"equal best": float(np.mean(same)) if same else None, "verdict": verdict}
+            verdict = f"{kind} differ by {judged:.3g}, expected {bound:g} at most"
+    return row | {"verdict": verdict}
 
 
 # --------------------------------------------------------------------------------- losslessness

@@ -1,5 +1,4 @@
-"""The parts of tools/gpu/check.py that ask how fast it is: drafters, forms of attention, and
-targets of the size of real ones."""
+"""The parts of tools/gpu/check.py that ask how fast it is: drafters, and forms of attention."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.trees.tree import chain_parents
 from tools.gpu import graphs
-from tools.gpu.graphs import PRECISION_FOR, Feeder, Shape, milliseconds
-from tools.gpu.job import TINY, Check, contenders, label
+from tools.gpu.graphs import PRECISION_FOR, Feeder, milliseconds
+from tools.gpu.job import Check, contenders, label
 from tools.gpu.report import Findings, LeftOut, TableRow, finite
 from tools.gpu.same import TOLERANCES
 
@@ -111,7 +110,6 @@ def attention(check: Check, found: Findings) -> None:
                 totals[variant] = sum(row[f"n = {n}"] for n in sizes.widths)
     if totals:
         found.figure = ", ".join(f"{name} {ms:.3f} ms" for name, ms in totals.items())
-    check.attention = min(totals, key=lambda variant: totals[variant], default=check.attention)
     found.note = (
         f"ms of {shape.num_layers} layers ({shape.num_heads} heads of {shape.head_dim} over "
         f"{shape.num_kv_heads}, {precision}) for a chain of n rows, in a cache of S slots that is "
@@ -138,66 +136,6 @@ def _attend(
     logits_NV = backend.run(feeds, ["logits"])["logits"].copy()
     errors = graphs.row_errors(logits_NV, reference.setdefault(capacity, logits_NV))
     return row | {"Δ": finite(np.mean(errors))}
-
-
-# --------------------------------------------------------------------------------------- shapes
-
-
-def shapes(check: Check, found: Findings) -> None:
-    """Times steps at the size of real targets."""
-    require_export()
-    sizes = check.sizes
-    for shape in sizes.shapes:
-        found.attempt(shape.name, _shape, check, found, shape)
-    rows = [row for row in found.tables.get("measured", []) if row["n"] == 1]
-    found.figure = ", ".join(f"{row['shape']} {row['verify ms']:.2f} ms a row" for row in rows)
-    found.note = (
-        f"random weights, {PRECISION_FOR[check.device]}, attention {check.attention}, context "
-        f"{sizes.context}; the drafter is ParallelSpec's, {sizes.draft_rows} rows. A drafter with "
-        "this accepted length gains: accepted length / ((verify(n) + draft) / verify(1))."
-    )
-    if sizes.shapes == (TINY,):
-        found.note += " Toy dimensions: no figure here is one of a 7B target."
-
-
-def _shape(check: Check, found: Findings, shape: Shape) -> None:
-    sizes, folder, precision = check.sizes, check.work / shape.name, PRECISION_FOR[check.device]
-    backbone = graphs.random_backbone(shape, sizes.context, precision)
-    traced = graphs.trace_target(backbone)
-    target = graphs.write_target(traced, check.attention, folder / "target.onnx")
-    ms = _time_runs(check, target, folder, shape, sizes.verify_widths, [ARGMAX])
-
-    def time_drafter() -> float:
-        path = folder / "drafter.onnx"
-        drafter = graphs.write_drafter(backbone, traced, shape, precision, path)
-        outputs = ["guess_ids", "guess_log_probs"]
-        (draft_ms,) = _time_runs(check, drafter, folder, shape, [sizes.draft_rows], outputs)
-        return draft_ms
-
-    draft_ms = found.attempt(f"{shape.name}, drafter", time_drafter)
-    for n, verify_ms in zip(sizes.verify_widths, ms, strict=True):
-        row: TableRow = {"shape": shape.name, "n": n, "verify ms": verify_ms}
-        row["overhead"] = verify_ms / ms[0]
-        if draft_ms is not None:
-            row |= {"draft ms": draft_ms, "drafter's share": draft_ms / (draft_ms + verify_ms)}
-        found.add(row)
-
-
-def _time_runs(
-    check: Check,
-    graph: bundles.Graph,
-    folder: Path,
-    shape: Shape,
-    widths: Sequence[int],
-    outputs: list[str],
-) -> list[float]:
-    """Returns the milliseconds of a run with each number of rows, in a full context."""
-    capacity = check.sizes.context + graphs.SCRATCH
-    backend = graphs.open_alone(graph, folder, capacity, check.device)
-    feeder = Feeder(graph, capacity, shape.vocab_size)
-    feeder.prefill(backend, check.sizes.context)
-    feeds = (feeder.feeds(chain_parents(n)) for n in widths)
-    return [milliseconds(backend, each, outputs, check.sizes.repeats) for each in feeds]
 
 
 def require_export() -> None:

@@ -1,5 +1,5 @@
 """Compares ways of decoding the same prompts in one run: drafters, acceptance rules, quantised
-bundles, budgets of trees, and transformers.
+bundles, budgets of trees, untuned and tuned, and transformers.
 
     python -m tools.measure.compare drafters --bundle DIR --prompts spec_bench.jsonl \\
         --temperature 0 0.7 1 --nodes 8 --json drafters-temperatures.json
@@ -7,6 +7,7 @@ bundles, budgets of trees, and transformers.
     … acceptance --bundle DIR --prompts FILE --json OUT
     … budgets --bundle DIR --prompts FILE --json OUT            after `spec-runtime tune`
     … quantised --reference FP32 --bundle DIR DIR --prompts FILE --json OUT
+    … untuned --bundle DIR DIR --prompts FILE --json OUT
     … transformers --bundle DIR --prompts FILE --json OUT
 
 All decode in turns (turns.py), beside plain decoding. Of prompts with several turns only the first
@@ -30,6 +31,11 @@ quantised: the fp32 bundle answers every prompt, and each bundle reads prompts a
 tokens that both would choose, "perplexity" that of the prompts' own text. Then all decode plainly
 and with --drafter as a first load leaves it. Speeds are over those of the first bundle.
 
+untuned: is drafting safe without `tune`? For each bundle and drafter, short prompts, the same at
+temperature 1 with a seed each, and long ones are decoded plainly, with the bundle's trees (as
+--no-profile), as a first load leaves them, and with --tune as `tune` does. "seconds" is what the
+first load measured for.
+
 transformers: every drafter, prompt_lookup and none against `generate` in float32, token by token. A
 difference is listed with its position, both tokens, and the gap between their logits in
 transformers after the common prefix: a near tie is rounding, a wide gap a fault. Exit code 1 where
@@ -40,7 +46,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +62,16 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 from spec_runtime.loop.stats import Stats
+from spec_runtime.measure import tune
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
+from spec_runtime.pace import profile as profiles
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.trees.budget import Budget, Grown
 from tools.docs.render import shown
 from tools.docs.results import pivot
+from tools.docs.rows import untuned_rows
 from tools.figures import asked, command_line, manifest_of, parse, run, spread, write
 from tools.measure import quality, turns
 from tools.measure.turns import PLAIN, Case
@@ -253,6 +266,86 @@ def fidelity(
     }
 
 
+# ---- untuned
+
+
+def untuned(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
+    """Returns a row for each bundle, drafter and kind of prompt."""
+    drafters = args.drafter or [LOOKUPS[0], "shipped"]
+    pairs = [(folder, drafter) for folder in args.bundle for drafter in drafters]
+    rows = [row for pair in pairs for row in _untuned(args, *pair)]
+    print(shown("untuned", untuned_rows((f"{r['bundle']} {r['precision']}", r) for r in rows)))
+    used = {prompt for row in rows for prompt in row.pop("ids")}
+    return {"rows": rows, "asked": [p for p in read_prompts(args.prompts) if str(p.id) in used]}
+
+
+def _untuned(args: argparse.Namespace, folder: Path, drafter: str) -> Iterator[dict[str, Any]]:
+    """Yields what each kind of prompt gives with one drafter of one bundle."""
+    from tools.measure.compare_rivals import contexts_of
+
+    name = None if drafter == "shipped" else drafter
+
+    def opened(**options: Any) -> Engine:
+        return spec_runtime.load(folder, name, args.threads, **options)
+
+    with _cache():
+        plain = spec_runtime.load(folder, "none", args.threads)
+        engines = {PLAIN: plain, "bundle's trees": opened(profile=False)}
+        times = [time.perf_counter()]
+        for _ in range(2):  # the second finds what the first measured
+            engines["first use"] = opened()
+            times.append(time.perf_counter())
+        seconds = (times[1] - times[0]) - (times[2] - times[1])
+        if args.tune:
+            _tune(args, folder, engines["bundle's trees"])
+            engines[TUNED] = opened()
+        manifest = manifest_of(folder)
+        for context in contexts_of(args, plain.tokenizer):
+            prompts = [*context.prompts.values()]
+            for temperature in (0.0, 1.0) if context.name == "short" else (0.0,):
+                cases = {
+                    name: Case(engine, {"temperature": temperature})
+                    for name, engine in engines.items()
+                }
+                runs = turns.run(cases, prompts, args.max_new_tokens, args.rounds)
+                found = {name: turns.figures(runs, name) for name in runs}
+                kind = f"{context.name} at temperature 1" if temperature else context.name
+                yield {
+                    "bundle": manifest.name,
+                    "precision": manifest.target.precision,
+                    "drafter": engines["bundle's trees"].drafter,
+                    "prompts": kind,
+                    "seconds": seconds,
+                    "plain_tokens_per_second": found.pop(PLAIN)["tokens_per_second"]["median"],
+                    "engines": found,
+                    "ids": [*context.prompts],
+                }
+
+
+def _tune(args: argparse.Namespace, folder: Path, engine: Engine) -> None:
+    """Keeps what `tune` finds with its own prompts."""
+    opened = bundles.read(folder, verify=False)
+    entry = opened.manifest.entry(engine.drafter)
+    key = profiles.key_of(opened, engine.drafter, args.threads)
+    prompts = [engine.encode(prompt) for prompt in tune.PROMPTS]
+    calibration = None if entry is None else entry.calibration
+    profiles.write(tune.tune(engine, prompts, key, calibration).profile)
+
+
+@contextmanager
+def _cache() -> Iterator[None]:
+    """Gives the block a cache folder of its own, so that each bundle is opened for the first
+    time."""
+    before = os.environ.copy()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ |= before
+
+
 # ---- transformers
 
 
@@ -321,13 +414,15 @@ def _parted(
 
 # ---- the command
 
-STUDIES = {each.__name__: each for each in (drafters, acceptance, budgets, quantised, transformers)}
+OF_BUNDLES, OF_ONE = (quantised, untuned), (drafters, acceptance, budgets, transformers)
+STUDIES = {each.__name__: each for each in (*OF_ONE, *OF_BUNDLES)}
 # Defaults of flags that differ from study to study.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "drafters": {"limit": 60, "max_new_tokens": 64, "nodes": [8], "temperature": [0.0]},
     "acceptance": {"limit": 60, "max_new_tokens": 128, "temperature": [1.0, 0.7]},
     "budgets": {"limit": 12, "max_new_tokens": 48, "nodes": [2, 4, 6, 8, 12, 16], "rounds": 5},
     "quantised": {"limit": 16, "max_new_tokens": 96},
+    "untuned": {"limit": 8, "max_new_tokens": 96},
     "transformers": {"limit": 20, "max_new_tokens": 128},
 }
 
@@ -346,7 +441,10 @@ def parser() -> argparse.ArgumentParser:
     add("--epsilon", type=float, nargs="+", default=(0.01, 0.03, 0.05, 0.09, 0.15, 0.25))
     add("--rejection", action="store_true", help="acceptance: by rejection, too")
     add("--threshold", type=float, nargs="*", default=(0.03, 0.1, 0.2, 0.3))
-    add("--rounds", type=int, default=2, help="budgets and quantised: how often all decode")
+    add("--rounds", type=int, default=2, help="budgets, quantised, untuned: how often all decode")
+    add("--long-limit", type=int, default=3, help="untuned: long prompts")
+    add("--long-tokens", type=int, default=1500)
+    add("--tune", action="store_true", help="untuned: and as `tune` does")
     add("--reference", type=Path, help="quantised: the model's fp32 bundle")
     add("--model", help="transformers: what the bundle was built from; default: the demo")
     return found
@@ -361,8 +459,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if (study == "quantised") != bool(args.reference):
         given.error("got --reference or not, expected it for quantised, and for nothing else")
     prompts = read_prompts(args.prompts, args.limit)
-    about: dict[str, Any] = {**asked(args), "prompts": prompts}
-    if study != "quantised":
+    about: dict[str, Any] = asked(args)
+    if STUDIES[study] in OF_ONE:
         args.bundle = args.bundle[0] if args.bundle else bundles.find()
         about["manifest"] = manifest_of(args.bundle)
     figures = {
@@ -372,6 +470,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "max_new_tokens": args.max_new_tokens,
         **STUDIES[study](args, prompts),
     }
+    about["prompts"] = figures.pop("asked", prompts)
     if study == "transformers":
         about["packages"] = ("torch", "transformers")
         figures["prompts"] = [prompt.id for prompt in prompts]

@@ -1,19 +1,29 @@
 """Measures specsplit beside other engines: same weights, prompts, tokens and threads, in one run.
 
-    python -m tools.measure.compare_rivals --prompts spec_bench.jsonl --bundles DIR --json OUT
+    python -m tools.measure.compare_rivals alone --prompts spec_bench.jsonl --bundles DIR --json OUT
+    python -m tools.measure.compare_rivals many --prompts spec_bench.jsonl --bundle DIR --json OUT
 
 The rivals' versions stand in rivals/environments.py; environments and models are made once, under
---work. DIR has a bundle of each precision (fp32, int8, int4: built if it is not there). Every
-engine and mode is one worker process; all of a precision are open together (at fp32 some 12 GB for
-the demo target), one decodes while the others wait, and whose turn comes first rotates. Decoding is
-greedy. Tokens a second are of decoding only, without the first token, which the prompt's own pass
-gives; that pass is timed apart. Memory is the process's peak resident size, loading included.
+--work. Every engine and mode is one worker process, without HTTP; all of a precision are open
+together (at fp32 some 12 GB for the demo target), one decodes while the others wait, and whose turn
+comes first rotates. Decoding is greedy. A rival that cannot be installed, built or run is named
+with its reason, and the others go on. --model names what a bundle of another model was built from.
 
+alone: one prompt after the other. DIR has a bundle of each precision (fp32, int8, int4: built if it
+is not there). Tokens a second are of decoding only, without the first token, which the prompt's own
+pass gives; that pass is timed apart. Memory is the process's peak resident size, loading included.
 Texts are compared with the same engine's plain ones, between engines where the weights are equal,
-and with what DIR/fp32, if it is there, would choose at each place. Every answer is kept in OUT with
-.rows.jsonl in place of .json: the same command goes on where it was stopped. A rival that cannot be
-installed, built or run is named with its reason, and the others go on. The last lines are our best
-mode over the best rival's.
+and with what DIR/fp32, if it is there, would choose at each place.
+
+many: 1 to 16 clients at a time, each of which sends its next prompt when its last answer is
+finished; every answer has --max-new-tokens, past the end of a text. specsplit's AsyncEngine answers
+one call at a time, --parallel calls at a time, and as many without drafting; OpenVINO GenAI by its
+continuous batching, plainly and with prompt lookup, at its default precisions and at fp32 in
+float32, too; llama.cpp by as many sequences of one context, which is what node-llama-cpp batches.
+Tokens a second are those of all clients together, the prompts' passes included. The first token
+counts from when its prompt is sent. Gaps are those between parts of one answer, of one token or
+several. A column says how many answers equal ours of one at a time; the file says where the others
+part.
 """
 
 from __future__ import annotations
@@ -31,43 +41,39 @@ from spec_export.model import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
-from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.text.tokenizer import Codec, Tokenizer
 from tools.docs.render import shown
 from tools.docs.rows import by_contender
-from tools.figures import command_line, manifest_of, write
-from tools.figures import run as run_script
+from tools.figures import FLAGS, command_line, manifest_of, parse, run, write
 from tools.measure import measure_all
 from tools.measure.rivals import contexts, fidelity, field, report
 from tools.measure.rivals.environments import RivalError
 from tools.measure.rivals.field import PRECISIONS, RIVALS, Contender, Options, Rival
 from tools.measure.rivals.models import TargetFiles
-from tools.measure.rivals.race import Context, Journal, Race, one_by_one
+from tools.measure.rivals.race import Context, Race, Row, by_many, one_by_one
 from tools.measure.rivals.worker import Worker
 
 SHORT_TOKENS = 512  # of a short prompt, at most
+ALONE = {"limit": 8, "long_limit": 4, "long_tokens": 1500, "rounds": 3}
+MANY = {"limit": 32, "long_limit": 16, "long_tokens": 1000, "rounds": 2, "max_new_tokens": 64}
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures as the command line says."""
-    run(parser().parse_args(words))
-
-
-def run(args: argparse.Namespace) -> None:
-    """Writes --json after each precision and prints tables."""
-    require_writable(args.json)
-    figures = compare(args)
-    for precision, found in figures["precisions"].items():
+    """Measures as the command line says, and prints the tables."""
+    args = parse(parser(), words)
+    figures = args.measure(args)
+    for precision, found in figures.get("precisions", {}).items():
         print(f"### {precision}\n\n{shown('rivals', by_contender(found))}\n")
+    if "rows" in figures:
+        print(shown("many_clients", figures["rows"]) + "\n")
     for each in figures["failed"]:
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
-    print("specsplit over the best rival, median and range over rounds:")
-    print("\n".join(report.aim_lines(figures["best"])))
+    print(shown("many_clients_best" if "rows" in figures else "rivals_best", figures["best"]))
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def alone(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of all precisions, and what was not measured with the reason."""
     for precision in args.precision:
         measure_all.build(precision, args.bundles, args.model)
@@ -76,8 +82,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     asked = contexts_of(args, tokenizer)
     room = min(manifest.target.max_length for manifest in manifests.values())
     options = options_of(args, asked, tokenizer, room, may_end=True)
-    bundle_files = {name: manifest.files for name, manifest in manifests.items()}
-    journal = journal_of(args, asked, options, bundle_files, args.rival)
     figures: dict[str, Any] = {
         **about(args, asked),
         "threads": options.threads,
@@ -98,10 +102,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             args.model is None,
         )
         rivals = [rival for rival in RIVALS if rival.name in args.rival]
-        finished, failed = let_all_run(args, race, own, rivals, options, journal)
+        rows, finished, failed = let_all_run(args, race, own, rivals, options)
         figures["failed"] += [{**each, "precision": precision} for each in failed]
         engines = {each.name: each.engine for each in finished}
-        rows = race.rows(journal, engines)
         figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
         choices = None
         if (exact := args.bundles / "fp32").is_dir():
@@ -113,7 +116,34 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-# ---- what many_clients.py does alike ----
+def many(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of all loads, and who was not measured with the reason."""
+    bundle = bundles.read(args.bundle, verify=False)
+    manifest, tokenizer = bundle.manifest, Tokenizer(bundle)
+    precision = manifest.target.precision
+    asked = contexts_of(args, tokenizer)
+    options = options_of(args, asked, tokenizer, manifest.target.max_length, may_end=False)
+    clients = {"short": args.clients, "long": args.long_clients}
+    answers = {"short": args.answers, "long": args.long_answers}
+    loads = [*by_many(asked, clients, answers, args.least, args.rounds)]
+    race = Race(precision, loads, args.max_new_tokens, may_end=False)
+    modes = field.our_modes_for_many(args.parallel)
+    own = field.ours(args.bundle, precision, options, modes, not args.no_profile)
+    rivals = [each for each in field.for_many(precision) if each.name in args.rival]
+    rows, finished, failed = let_all_run(args, race, own, rivals, options)
+    found = report.summarise_many(rows, finished)
+    figures = {
+        **about(args, asked),
+        "parallel": args.parallel,
+        "versions": {row["contender"]: row["version"] for row in rows},
+        "rows": found,
+        "best": report.best_of_many(found),
+        "failed": failed,
+    }
+    return keep(args, figures, asked, options, manifest)
+
+
+# ---- what both do alike ----
 
 
 def contexts_of(args: argparse.Namespace, tokenizer: Codec) -> list[Context]:
@@ -151,26 +181,6 @@ def options_of(
     )
 
 
-def journal_of(
-    args: argparse.Namespace,
-    asked: Sequence[Context],
-    options: Options,
-    bundle_files: Any,
-    who: object,
-) -> Journal:
-    """Opens the file of answers beside --json, for these prompts, settings and contenders."""
-    settings = {
-        "prompts": {each.name: each.digest for each in asked},
-        "max_new_tokens": args.max_new_tokens,
-        "options": [options.threads, options.lookup_tokens, options.lookup_ngram, options.may_end],
-        "profile": not args.no_profile,
-        "bundles": bundle_files,
-        "versions": {rival.name: rival.environment.steps for rival in RIVALS},
-        "contenders": who,
-    }
-    return Journal(args.json.with_suffix(".rows.jsonl"), settings)
-
-
 def about(args: argparse.Namespace, asked: Sequence[Context]) -> dict[str, Any]:
     """Returns what both files of figures say of a run."""
     return {
@@ -193,33 +203,21 @@ def let_all_run(
     own: Sequence[Contender],
     rivals: Sequence[Rival],
     options: Options,
-    journal: Journal,
-) -> tuple[list[Contender], list[dict[str, str]]]:
-    """Makes the rivals ready and runs whatever of the race the journal lacks, with all workers
-    open; returns who finished, and who did not with the reason."""
-    contenders, failed = [*own], []
+) -> tuple[list[Row], list[Contender], list[dict[str, str]]]:
+    """Makes the rivals ready and runs the race with all workers open; returns its rows, who
+    finished, and who did not with the reason."""
+    contenders, failed, reasons = [*own], [], dict[str, str]()
     files = TargetFiles(target.resolve(args.model), args.work)
     for rival in rivals:
         try:
             contenders += field.of_rival(rival, race.precision, files, options)
         except RivalError as error:
             failed.append(_failure(rival.title, rival.title, race.precision, error))
-    if not race.is_over([each.name for each in contenders], journal):
-        failed += _let_run(race, contenders, journal, args.work / "logs" / args.json.stem)
-    lost = {each["name"] for each in failed}
-    return [each for each in contenders if each.name not in lost], failed
-
-
-def _let_run(
-    race: Race, contenders: Sequence[Contender], journal: Journal, logs: Path
-) -> list[dict[str, str]]:
-    """Starts all workers, runs the race and returns who failed."""
-    reasons = {}
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for each in contenders:
             say(f"{race.precision}: opening {each.name}")
-            log = logs / f"{race.precision} {each.name}.log"
+            log = args.work / "logs" / args.json.stem / f"{race.precision} {each.name}.log"
             try:
                 workers[each.name] = Worker(each.command, each.settings, log)
             except RivalError as error:
@@ -227,12 +225,12 @@ def _let_run(
                 say(f"{each.name} is left out: {error}")
                 continue
             stack.callback(workers[each.name].close)
-        reasons |= race.run(workers, journal, say)
-    return [
-        _failure(each.name, each.engine, each.mode, reasons[each.name])
-        for each in contenders
-        if each.name in reasons
-    ]
+        rows, others = race.run(workers, say)
+    reasons |= others
+    for each in contenders:
+        if each.name in reasons:
+            failed.append(_failure(each.name, each.engine, each.mode, reasons[each.name]))
+    return rows, [each for each in contenders if each.name not in reasons], failed
 
 
 def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str]:
@@ -264,28 +262,40 @@ def say(text: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
+    found = command_line(__doc__)
+    kinds = found.add_subparsers(required=True)
     flags = ("--prompts", "--max-new-tokens", "--no-profile", "--threads", "--json")
-    found = command_line(__doc__, *flags, required=("--json",))
-    add_flags(found, RIVALS, long_limit=4, long_tokens=1500, rounds=3)
-    found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
-    found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
+    for measure, rivals, more, defaults in (
+        (alone, RIVALS, (), ALONE),
+        (many, field.for_many("fp32"), ("--bundle",), MANY),
+    ):
+        kind = kinds.add_parser(measure.__name__)
+        for flag in (*flags, *more):
+            needed = {"required": True} if flag in ("--json", "--bundle") else {}
+            kind.add_argument(flag, **FLAGS[flag] | needed)
+        add, names = kind.add_argument, [rival.name for rival in rivals]
+        add("--rival", nargs="*", choices=names, default=names)
+        add("--limit", type=int, help="short prompts, over all categories")
+        add("--long-limit", type=int, help="long prompts; 0 for none")
+        add("--long-tokens", type=int)
+        add("--rounds", type=int)
+        add("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
+        add("--lookup-ngram", type=int, default=3, help="and match at most")
+        add("--model", help="what the bundle was built from; default: the demo")
+        add("--work", type=Path, default=Path("runs/rivals"))
+        if measure is alone:
+            add("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
+            add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+        else:
+            add("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+            add("--long-clients", type=int, nargs="+", default=[1, 4, 8], help="with long prompts")
+            add("--answers", type=int, default=2, help="a client, to short prompts")
+            add("--long-answers", type=int, default=1)
+            add("--least", type=int, default=2, help="answers of few clients, all together")
+            add("--parallel", type=int, default=8, help="calls that our engine answers at a time")
+        kind.set_defaults(measure=measure, **defaults)
     return found
 
 
-def add_flags(parser: argparse.ArgumentParser, rivals: Sequence[Rival], **defaults: int) -> None:
-    """Adds the flags of every tool that measures rivals."""
-    add, names = parser.add_argument, [rival.name for rival in rivals]
-    add("--rival", nargs="*", choices=names, default=names)
-    add("--long-limit", type=int, help="long prompts; 0 for none")
-    add("--long-tokens", type=int)
-    add("--rounds", type=int)
-    add("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
-    add("--lookup-ngram", type=int, default=3, help="and match at most")
-    add("--model", help="what the bundle was built from; default: the demo")
-    add("--work", type=Path, default=Path("runs/rivals"))
-    parser.set_defaults(**defaults)
-
-
 if __name__ == "__main__":
-    run_script(main)
+    run(main)

@@ -37,9 +37,12 @@ class Site(NamedTuple):
     port: int
     room: int
 
-    async def send(self, data: bytes, more: bytes = b"", leave_after: float = 60.0) -> bytes:
+    async def send(
+        self, data: bytes, more: bytes = b"", leave_after: float = 60.0, pause: float = 0.0
+    ) -> bytes:
         """Sends bytes on a connection of their own, then `more` until the server has had enough;
-        returns the answer, or what came of it within `leave_after` seconds."""
+        returns the answer, or what came of it within `leave_after` seconds. With a `pause` it waits
+        that long after each few bytes of the answer."""
         answer = bytearray()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 16)
@@ -49,25 +52,28 @@ class Site(NamedTuple):
                     while more and not reader.at_eof():
                         writer.write(more)
                         await writer.drain()
-                    while part := await reader.read(1 << 16):
+                    while part := await reader.read(64 if pause else 1 << 16):
                         answer += part
+                        await asyncio.sleep(pause)
         except (OSError, TimeoutError):
             pass
         return bytes(answer)
 
-    async def ask(self, path: str, body: Any, leave_after: float = 60.0) -> tuple[str, bytes]:
+    async def ask(
+        self, path: str, body: Any, leave_after: float = 60.0, pause: float = 0.0
+    ) -> tuple[str, bytes]:
         """Posts a body, an object or bytes; returns how that ended and the body of the answer."""
         data = body if isinstance(body, bytes) else compact(body)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         begun = time.monotonic()
-        answer = await self.send(head.encode() + data, leave_after=leave_after)
+        answer = await self.send(head.encode() + data, b"", leave_after, pause)
         left = time.monotonic() - begun >= leave_after
         return (LEFT if left else ending(answer)), answer.partition(b"\r\n\r\n")[2]
 
-    async def ask_all(self, path: str, *bodies: Any, leave_after: float = 60.0) -> list[str]:
-        """Posts bodies at once; returns how each ended."""
-        asked = (self.ask(path, body, leave_after) for body in bodies)
+    async def ask_all(self, path: str, *bodies: Any, **how: float) -> list[str]:
+        """Posts bodies at once, see `ask`; returns how each ended."""
+        asked = (self.ask(path, body, **how) for body in bodies)
         return [end for end, _ in await asyncio.gather(*asked)]
 
 
@@ -131,6 +137,19 @@ async def disconnects(site: Site, number: int) -> Sequence[str]:
     """Leaves eight long streams soon after they have begun."""
     bodies = [chat(f"Count {number} {k}", stream=True, max_tokens=site.room) for k in range(8)]
     return await site.ask_all(CHAT, *bodies, leave_after=0.3)
+
+
+async def slow_readers(site: Site, number: int) -> Sequence[str]:
+    """Reads eight streams a few bytes at a time."""
+    bodies = [chat(f"Count {number} {k}", stream=True, max_tokens=40) for k in range(8)]
+    return await site.ask_all(CHAT, *bodies, pause=0.02)
+
+
+async def bad_bodies(site: Site, number: int) -> Sequence[str]:
+    """Sends JSON that is none, bytes that are no UTF-8, and a body far too large."""
+    body = compact(chat(f"Request {number}"))
+    large = chat("x" * 2 * BODY_BYTES)
+    return await site.ask_all(CHAT, body[:-2], body.replace(b"Request", b"\xff\xfe\xc3"), large)
 
 
 async def choices(site: Site, number: int) -> Sequence[str]:
@@ -384,10 +403,11 @@ KINDS |= {
     for each in (
         *(self_referring_tool, many_tools, streamed_calls, biases),
         *(token_texts, many_ids, many_messages, deep_json, item_references, kept_responses),
+        *(slow_readers, bad_bodies),
         *(slow_bodies, idle_connections, endless_header, pipelined, absolute_form),
     )
 }
-REFUSED = ("absolute_form",)  # kinds of which no request may be answered
+REFUSED = ("absolute_form", "bad_bodies")  # kinds of which no request may be answered
 
 
 def faults(kind: str, ends: Mapping[str, int]) -> list[str]:

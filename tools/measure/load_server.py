@@ -1,338 +1,456 @@
-"""Sends good and bad requests to a server from several clients at once, and says how it bore them.
+"""Lets hostile clients at a server beside eight ordinary ones, and says how these bore it.
 
-    python -m tools.measure.load_server --bundle DIR [--requests 200] [--clients 16] --compare 5
-    python -m tools.measure.load_server --bundle DIR --bundle OTHER --max-loaded 1
-    python -m tools.measure.load_server --bundle DIR --hostile all [--cold]
+    python -m tools.measure.load_server --bundle DIR [--kinds KIND,KIND] [--cold]
+    python -m tools.measure.load_server --bundle DIR --bundle OTHER --max-loaded 1 --kinds nobody
 
-Starts `spec-runtime serve` in a process of its own. Most requests are streams, some whole answers.
-About a third are unkind: readers that wait before each part, clients that leave in the midst of an
-answer, JSON that is none, bytes that are no UTF-8, bodies far too large. Every request has to end
-as its kind should: with a whole answer, or with the error that its fault deserves.
+For each kind of client in hostile_clients.py it starts `spec-runtime serve` in a process of its
+own, lets that client send its requests for some seconds, and ends the server by SIGTERM. Besides,
+a thread asks for /health and /ready and looks at the memory of the server's processes every 50 ms.
+With --cold each server begins with an empty cache folder and meets the clients at once; otherwise
+all share one that is full. Several bundles are asked in turn; with --max-loaded 1 the load opens
+and closes them.
 
-Several bundles are asked in turn. `--max-loaded N` lets the server have at most N of them open at a
-time, so that it opens and closes them under the load.
-
-Prints the requests by kind and outcome; the time to the first token and the tokens per second of
-streams (median and 99th percentile); how often a request was overtaken by one that was sent at
-least 50 ms after it; and the server's memory, threads and open files before and after. Exit code 1
-if a request ended as it should not, or the server keeps threads or files.
-
-`--hostile KIND,KIND` (or `all`) does something else: for each kind of hostile client it starts a
-server, lets that client send its requests for some seconds beside eight ordinary ones, and ends the
-server by SIGTERM. With `--cold` each of these servers begins with an empty cache folder and meets
-the clients at once; otherwise all share one that is full. Prints, for each kind, the longest answer
-of /health, the ordinary clients' waits for a first token, how many of their requests were lost, how
-the hostile ones ended, the most memory of the server's processes, and its exit code. The tool's
-exit code is 1 if one of these is beyond its bound, see `--help`; a busy machine needs wider ones.
-
-`--compare` measures, in turn for this many rounds, the same streams by one client of the server and
-by the engine itself in this process, both with the first bundle, and prints the ratio of their
-tokens per second.
+Prints, for each kind, the longest answer of /health, the ordinary clients' waits for a first token,
+how many of their requests were lost, how the hostile ones ended, the most memory of the server's
+processes, how many threads and files it has more than before, and its exit code. The tool's exit
+code is 1 if one of these is beyond its bound, see `--help`; a busy machine needs wider ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
-import random
+import os
 import re
+import shutil
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-import spec_runtime
 from spec_runtime.errors import UserError
 from tools.figures import command_line, manifest_of, markdown, parse, run, write
 from tools.measure import hostile_clients
-from tools.measure.hostile_clients import CHAT, QUESTIONS
-from tools.measure.hostile_load import HEAD, OWN, Bounds, besiege, row, served
+from tools.measure.hostile_clients import CHAT, QUESTIONS, Site, chat
 
 NOTE = "requests of its own; not recorded: prompts"
-HEADERS = {"Content-Type": "application/json"}
-PATIENCE = 300.0  # seconds that a request may take
-SLOW_SECONDS = 0.02  # that a slow reader waits before each part
-OVERTAKEN_SECONDS = 0.05
-TOO_LARGE = 2 << 20  # bytes
-# How many more there may be after the load: the two threads of the queue begin with the first
-# request, and stay.
-MORE = {"threads": 2, "files": 0}
-# Of each kind: how many of a hundred requests it makes, and how such a request has to end.
-KINDS = {
-    "stream": (50, "answered"),
-    "whole": (15, "answered"),
-    "slow reader": (10, "answered"),
-    "disconnect": (10, "left"),
-    "malformed JSON": (5, "400"),
-    "bad UTF-8": (5, "400"),
-    "oversized body": (5, "413"),
-}
+
+NUM_CLIENTS = 8
+POLL_SECONDS = 0.05
+START_SECONDS = 120.0  # until a server has to listen
+GRACE_SECONDS = 10  # that it gives its answers after SIGTERM
+STOP_SECONDS = 40.0  # until it has to have ended then
+SILENT_SECONDS = 12.0  # for which /ready may say 200 while nobody gets a token
+SETTLE_SECONDS = 10.0  # until what a client held is given back
+# How many more threads and files there may be then: lanes, and processes that compile grammars.
+MORE = 16
+MAIN = "from spec_runtime.cli import main; main()"
+OWN = httpx.Limits(max_keepalive_connections=0)  # each request has a connection of its own
 
 
-@dataclass
-class Outcome:
-    """What became of one request; times are seconds of one clock."""
+@dataclass(frozen=True)
+class Bounds:
+    """Holds what the server has to keep to: seconds of the longest answer of /health and of the
+    longest wait for a first token, and megabytes by which its processes may grow; and the seconds
+    after which an ordinary request counts as lost."""
 
-    kind: str
-    sent: float
-    ended_as: str = "nothing"
-    first: float | None = None
-    last: float | None = None
-    tokens: int = 0
+    health: float = 0.2
+    first: float = 2.0
+    growth: float = 1024.0
+    patience: float = 60.0
+
+
+# ---- the server's processes ----
+
+
+class Server:
+    """A server that runs in processes of its own; what it says is in the file `log`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self.process, self.url, self.log = process, url, log
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Returns the speed after the first part; None for answers of one part."""
-        if self.first is None or self.last is None or self.last == self.first or self.tokens < 2:
-            return None
-        return (self.tokens - 1) / (self.last - self.first)
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def num_tracebacks(self) -> int:
+        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+
+    def stop(self) -> str:
+        """Sends SIGTERM; returns the exit code, "killed" where the process had to be."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return str(self.process.wait(STOP_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "killed"
 
 
-@dataclass
-class Load:
-    """Holds the requests to send, and what became of those that were sent."""
+@contextmanager
+def served(words: Sequence[str], cache: Path | None = None) -> Iterator[Server]:
+    """Runs `spec-runtime serve` with these words until the block ends; gives it once it listens.
 
-    url: str
-    max_new_tokens: int
-    kinds: list[str]
-    models: Sequence[str | None] = (None,)  # that are asked in turn; None is the server's first
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    async def run(self, num_clients: int) -> None:
-        """Sends all requests; each client sends its next one when the last has ended."""
-        waiting = list(enumerate(self.kinds))[::-1]
-
-        async def client(http: httpx.AsyncClient) -> None:
-            while waiting:
-                number, kind = waiting.pop()
-                outcome = Outcome(kind, time.perf_counter())
-                self.outcomes.append(outcome)
-                try:
-                    async with asyncio.timeout(PATIENCE):
-                        model = self.models[number % len(self.models)]
-                        body = body_of(kind, number, self.max_new_tokens, model)
-                        await ask(http, body, outcome)
-                except TimeoutError:
-                    outcome.ended_as = "hung"
-                except httpx.HTTPError as error:
-                    outcome.ended_as = type(error).__name__
-
-        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=OWN) as http:
-            await asyncio.gather(*(client(http) for _ in range(num_clients)))
+    Its caches are in the folder `cache`, or where the user's are. Raises UserError if it does not
+    start.
+    """
+    command = [sys.executable, "-c", MAIN, "serve", "--port", "0", *words]
+    environment = os.environ | ({} if cache is None else {"XDG_CACHE_HOME": str(cache)})
+    with tempfile.TemporaryDirectory(prefix="load-") as folder:
+        log = Path(folder) / "log"
+        with open(log, "wb") as said:
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=said, env=environment
+            )
+        try:
+            yield Server(process, _url_of(process, log), log)
+        finally:
+            for pid in [*_children(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
 
 
-def kinds(num_requests: int, seed: int) -> list[str]:
-    """Returns the kinds of some requests, in a random order."""
-    names, shares = list(KINDS), [share for share, _ in KINDS.values()]
-    drawn = random.Random(seed).choices(names, shares, k=num_requests)
-    return names[:num_requests] + drawn[len(names) :]  # each kind at least once
+def _url_of(process: subprocess.Popen[bytes], log: Path) -> str:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        if found := re.search(r"http://[^\s,]+", log.read_text(errors="replace")):
+            return found[0]
+        time.sleep(0.02)
+    raise UserError(f"the server did not start: {log.read_text(errors='replace')}")
 
 
-def body_of(kind: str, number: int, max_new_tokens: int, model: str | None = None) -> bytes:
-    """Returns the body of a request; without a model the server's first one answers."""
-    question = f"{QUESTIONS[number % len(QUESTIONS)]} (Request {number})"
-    if kind == "oversized body":
-        question = "x" * TOO_LARGE
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": max_new_tokens,
-        "temperature": 0,
-        "model": model,
-    }
-    if kind != "whole":
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    data = json.dumps(body).encode()
-    if kind == "malformed JSON":
-        return data[:-2]
-    if kind == "bad UTF-8":
-        return data.replace(b"Request", b"\xff\xfe\xc3")
-    return data
+def _children(pid: int) -> list[int]:
+    """Returns the processes below this one, by Linux's /proc."""
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *_children(int(child))]
+    return found
 
 
-async def ask(client: httpx.AsyncClient, body: bytes, outcome: Outcome) -> None:
-    """Sends one request and notes how it ends."""
-    async with client.stream("POST", CHAT, content=body, headers=HEADERS) as reply:
-        if reply.status_code != 200:
-            outcome.ended_as = str(reply.status_code)
-        elif outcome.kind == "whole":
-            outcome.tokens = json.loads(await reply.aread())["usage"]["completion_tokens"]
-            outcome.ended_as = "answered"
-        else:
-            await read_stream(reply, outcome)
+def memory_of(pid: int) -> float:
+    """Returns the megabytes of a process and those below it, without the files that they map, which
+    the system may take back."""
+    total = 0
+    for each in [pid, *_children(pid)]:
+        with suppress(OSError):
+            found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{each}/status").read_text())
+            total += 0 if found is None else int(found[1])
+    return total * 1024 / 1e6
 
 
-async def read_stream(reply: httpx.Response, outcome: Outcome) -> None:
-    """Reads events to the end, or leaves after a few, as the outcome's kind wants."""
-    num_parts = 0
-    outcome.ended_as = "cut off"
-    async for line in reply.aiter_lines():
-        if line == "data: [DONE]":
-            outcome.ended_as = "answered"
-        if not line.startswith("data: {"):
-            continue
-        event = json.loads(line.removeprefix("data: "))
-        if "error" in event:
-            outcome.ended_as = str(event["error"]["code"])
-        elif event.get("usage"):
-            outcome.tokens = event["usage"]["completion_tokens"]
-        elif event["choices"] and event["choices"][0]["delta"].get("content"):
-            outcome.last = time.perf_counter()
-            outcome.first = outcome.first or outcome.last
-            num_parts += 1
-        if outcome.kind == "disconnect" and num_parts == 3:
-            outcome.ended_as = "left"
-            return
-        if outcome.kind == "slow reader":
-            await asyncio.sleep(SLOW_SECONDS)
+def held(pid: int) -> dict[str, int]:
+    """Returns how many threads and open files a process has, by Linux's /proc."""
+    folders = {"threads": "task", "files": "fd"}
+    return {name: len(os.listdir(f"/proc/{pid}/{each}")) for name, each in folders.items()}
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Returns the figures of a load."""
-    by_kind = {
-        kind: dict(Counter(each.ended_as for each in outcomes if each.kind == kind))
-        for kind in KINDS
-    }
-    # A slow reader sees its parts later than they came.
-    timed = [each for each in outcomes if each.kind in ("stream", "disconnect")]
-    firsts = [each.first - each.sent for each in timed if each.first is not None]
-    rates = [rate for each in timed if (rate := each.tokens_per_second) is not None]
-    return {
-        "requests": len(outcomes),
-        "outcomes": by_kind,
-        "wrong": sum(each.ended_as != KINDS[each.kind][1] for each in outcomes),
-        "tokens": sum(each.tokens for each in outcomes),
-        "first_token_seconds": quantiles(firsts),
-        "tokens_per_second": quantiles(rates),
-        "overtaken": num_overtaken(timed),
-    }
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Returns the median and the 99th percentile; of speeds, the slow end is `p1`."""
-    if len(values) < 2:
-        return {}
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p1": cuts[0], "p50": cuts[49], "p99": cuts[98]}
-
-
-def num_overtaken(outcomes: Sequence[Outcome]) -> int:
-    """Counts the requests whose first token came after that of one sent well after them."""
-    timed = [(each.sent, each.first) for each in outcomes if each.first is not None]
-    return sum(
-        any(other > sent + OVERTAKEN_SECONDS and its_first < first for other, its_first in timed)
-        for sent, first in timed
-    )
-
-
-# ---- the server's process ----
-
-
-def resources(pid: int) -> dict[str, float]:
-    """Returns a process's memory in MB, its threads and its open files, by Linux's /proc."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    fields = dict(re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE))
-    return {
-        "resident_mb": round(int(fields["VmRSS"]) / 1024, 1),
-        "peak_mb": round(int(fields["VmHWM"]) / 1024, 1),
-        "threads": int(fields["Threads"]),
-        "files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
-    }
-
-
-def words_of(arguments: argparse.Namespace) -> list[str]:
-    """Returns the words after `spec-runtime serve`."""
-    words = []
-    for name, folder in zip(names_of(arguments.bundle), arguments.bundle, strict=True):
-        words += ["--bundle", f"{name}={folder}"]
-    for name in ("drafter", "threads", "max_loaded"):
-        if (value := getattr(arguments, name)) is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return words
-
-
-def names_of(bundles: Sequence[Path]) -> list[str]:
-    """Returns names that tell bundles apart, also those of one checkpoint."""
-    return [f"bundle-{number}" for number in range(1, len(bundles) + 1)]
-
-
-def openings(url: str) -> dict[str, int]:
-    """Returns how often the server has opened each of several bundles."""
-    text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
-    found = re.findall(r'^specsplit_openings_total\{model="(.+)"\} (\S+)$', text, re.MULTILINE)
-    return {name: int(float(count)) for name, count in found}
-
-
-def kept(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Names what the server has not given back."""
-    return [name for name, more in MORE.items() if after[name] > before[name] + more]
-
-
-def settle(pid: int, before: dict[str, float]) -> dict[str, float]:
-    """Returns the resources once threads and files are as few as before, at most 10 s later."""
-    until = time.monotonic() + 10
+def kept(pid: int, before: dict[str, int]) -> dict[str, int]:
+    """Returns how many more it has than before, once they are few or the time is over."""
+    until = time.monotonic() + SETTLE_SECONDS
     while True:
-        after = resources(pid)
-        if not kept(before, after) or time.monotonic() > until:
-            return after
+        more = {name: count - before[name] for name, count in held(pid).items()}
+        if max(more.values()) <= MORE or time.monotonic() > until:
+            return more
         time.sleep(0.1)
 
 
-# ---- against the bare engine ----
+# ---- ordinary clients ----
 
 
-def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the tokens per second of one client and of the engine in this process, in turn."""
-    engine = spec_runtime.load(
-        arguments.bundle[0], drafter=arguments.drafter, threads=arguments.threads
-    )
-    rates: list[tuple[float, float]] = []
-    with httpx.Client(base_url=url, timeout=PATIENCE, limits=OWN) as client:
-        for number in range(arguments.compare + 1):
-            bodies = [
-                body_of("stream", 1000 * number + i, arguments.max_new_tokens)
-                for i in range(len(QUESTIONS))
-            ]
-            begun = time.perf_counter()
-            served = sum(num_streamed(client, body) for body in bodies)
-            middle = time.perf_counter()
-            bare = sum(
-                len(chunk.token_ids)
-                for body in bodies
-                for chunk in engine.chunks(
-                    json.loads(body)["messages"], max_new_tokens=arguments.max_new_tokens
-                )
-            )
-            rates.append((served / (middle - begun), bare / (time.perf_counter() - middle)))
-    served_rates, bare_rates = zip(*rates[1:], strict=True)  # the first round warms both up
-    ratios = [mine / other for mine, other in rates[1:]]
-    return {
-        "rounds": arguments.compare,
-        "served_tokens_per_second": statistics.median(served_rates),
-        "engine_tokens_per_second": statistics.median(bare_rates),
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-    }
+@dataclass
+class Answer:
+    """What became of one ordinary request; times are seconds of one clock."""
+
+    sent: float
+    first: float | None = None  # the end, where no token came
+    ended_as: str = "nothing"
 
 
-def num_streamed(client: httpx.Client, body: bytes) -> int:
-    """Returns the number of tokens in a stream.
+@dataclass
+class Ordinary:
+    """Eight clients that ask for short streamed answers, again and again until `is_over`."""
 
-    The client's own work takes no time from the engine: events are looked at when all are there.
+    url: str
+    patience: float
+    models: Sequence[str | None] = (None,)  # that are asked in turn; None is the server's first
+    answers: list[Answer] = field(default_factory=list)
+    heard: list[float] = field(default_factory=list)  # when a part came to anyone
+    is_over: bool = False
+
+    async def run(self, most: int | None = None) -> None:
+        """Lets all ask, each at most so many times."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=None, limits=OWN) as client:
+            await asyncio.gather(*(self._client(client, k, most) for k in range(NUM_CLIENTS)))
+
+    async def _client(self, client: httpx.AsyncClient, number: int, most: int | None) -> None:
+        count = 0
+        while not count or not (self.is_over or count == most):
+            answer = Answer(time.monotonic())
+            self.answers.append(answer)
+            question = QUESTIONS[number % len(QUESTIONS)]
+            asked = f"{question} (Request {number} {count})"
+            model = self.models[(number + count) % len(self.models)]
+            body = chat(asked, stream=True, max_tokens=8, model=model)
+            try:
+                async with asyncio.timeout(self.patience):
+                    await self._ask(client, body, answer)
+            except TimeoutError:
+                answer.ended_as = "hung"
+            except httpx.HTTPError as error:
+                answer.ended_as = type(error).__name__
+                await asyncio.sleep(POLL_SECONDS)  # else a dead server is asked without an end
+            answer.first = answer.first or time.monotonic()
+            count += 1
+
+    async def _ask(self, client: httpx.AsyncClient, body: Any, answer: Answer) -> None:
+        async with client.stream("POST", CHAT, json=body) as reply:
+            answer.ended_as = str(reply.status_code) if reply.status_code != 200 else "cut off"
+            async for line in reply.aiter_lines():
+                if line == "data: [DONE]":
+                    answer.ended_as = "answered"
+                elif line.startswith("data: {") and reply.status_code == 200:
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        answer.ended_as = str(event["error"]["code"])
+                        return
+                    if event["choices"] and event["choices"][0]["delta"].get("content"):
+                        self.heard.append(time.monotonic())
+                        answer.first = answer.first or self.heard[-1]
+
+
+# ---- probes ----
+
+
+class Watch:
+    """Asks for /health and /ready and weighs the server every 50 ms, in a thread, while the block
+    runs. Ends a server that grows by more than it may, because others use the machine too."""
+
+    def __init__(self, server: Server, bounds: Bounds) -> None:
+        self._server, self._bounds = server, bounds
+        self._port = hostile_clients.port_of(server.url)
+        self._threads = [threading.Thread(target=each) for each in (self._run, self._weigh)]
+        self._is_over = threading.Event()
+        self.health: list[float] = []  # seconds of each answer
+        self.unhealthy = 0  # answers other than 200
+        self.ready: list[tuple[float, int]] = []  # when, and the status
+        self.before_mb = self.peak_mb = memory_of(server.pid)
+        self.is_too_large = False
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _get(self, path: str) -> int:
+        """Returns the status of an answer, 0 if none came."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, self._bounds.patience)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+        finally:
+            connection.close()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(POLL_SECONDS):
+            begun = time.monotonic()
+            is_well = self._get("/health") == 200
+            self.health.append(time.monotonic() - begun)
+            self.unhealthy += not is_well
+            self.ready.append((time.monotonic(), self._get("/ready")))
+
+    def _weigh(self) -> None:
+        while not self._is_over.wait(POLL_SECONDS):
+            self.peak_mb = max(self.peak_mb, memory_of(self._server.pid))
+            if self.peak_mb > self.before_mb + self._bounds.growth and not self.is_too_large:
+                self.is_too_large = True
+                self._server.process.kill()
+
+
+def longest_lie(times: Sequence[float], ready: Sequence[tuple[float, int]]) -> float:
+    """Returns for how many seconds at most nobody heard anything while /ready had said 200. `times`
+    are the beginning, those at which anyone heard a part, and the end.
+
+    Example: from a part at 0 s to one at 9 s, 200 at 1 s and 503 at 4 s: it lied for 4 s.
     """
-    reply = client.post(CHAT, content=body, headers=HEADERS)
-    *_, last, done, _ = reply.content.split(b"\n\n")
-    assert done == b"data: [DONE]", done
-    return int(json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"])
+    longest = 0.0
+    for begin, until in pairwise(times):
+        between = [(at, status) for at, status in ready if begin < at <= until]
+        if any(status == 200 for _, status in between):
+            told = [at for at, status in between if status == 503]
+            longest = max(longest, min([*told, until]) - begin)
+    return longest
 
 
-# ---- hostile clients ----
+# ---- a kind ----
+
+
+def measure(
+    server: Server,
+    kind: str,
+    bounds: Bounds,
+    rounds: int = 1000,
+    seconds: float = 10.0,
+    models: Sequence[str | None] = (None,),
+) -> dict[str, Any]:
+    """Lets a hostile client of a kind send its rounds beside eight ordinary ones; returns what that
+    did to them, and in "broken" the bounds that did not hold."""
+    with httpx.Client(base_url=server.url, timeout=bounds.patience) as client:
+        room = int(client.get("/tokenizer_info").json()["model_max_length"])
+    site = Site(hostile_clients.port_of(server.url), room)
+    ordinary, ends = Ordinary(server.url, bounds.patience, models), Counter[str]()
+    begun, before = time.monotonic(), held(server.pid)
+
+    def attack() -> None:
+        try:
+            ends.update(asyncio.run(hostile_clients.attack(kind, site, rounds, seconds)))
+        finally:
+            ordinary.is_over = True
+
+    with Watch(server, bounds) as watch:
+        attacker = threading.Thread(target=attack)  # its bodies cost the others no time
+        attacker.start()
+        asyncio.run(ordinary.run())
+        attacker.join()
+    end = time.monotonic()
+    waits = [each.first - each.sent for each in ordinary.answers if each.first is not None]
+    lost = Counter(a.ended_as for a in ordinary.answers if a.ended_as != "answered")
+    figures = {
+        "kind": kind,
+        "seconds": round(end - begun, 1),
+        "unhealthy": watch.unhealthy,
+        "health": round(max(watch.health, default=0.0), 3),
+        "first": first_tokens(waits),
+        "asked": len(ordinary.answers),
+        "lost": dict(lost),
+        "hostile": dict(ends),
+        "before_mb": round(watch.before_mb),
+        "peak_mb": round(watch.peak_mb),
+        "too_large": watch.is_too_large,
+        "ready_in_vain": round(longest_lie([begun, *ordinary.heard, end], watch.ready), 1),
+        "tracebacks": server.num_tracebacks,
+        "kept": {} if watch.is_too_large else kept(server.pid, before),
+    }
+    return figures | {"broken": broken(figures, bounds)}
+
+
+def first_tokens(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the median of the waits for the first token, the 99th percentile and the longest."""
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    found = {"p50": cuts[49], "p99": cuts[98], "longest": max(seconds)}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def broken(figures: dict[str, Any], bounds: Bounds) -> list[str]:
+    """Names the bounds that did not hold."""
+    wrong = hostile_clients.faults(figures["kind"], figures["hostile"])
+    checks = {
+        "health": figures["health"] > bounds.health or figures["unhealthy"],
+        "first token": figures["first"]["longest"] > bounds.first,
+        "lost requests": figures["lost"],
+        "memory": figures["too_large"],
+        "threads or files": max(figures["kept"].values(), default=0) > MORE,
+        "ready": figures["ready_in_vain"] > SILENT_SECONDS,
+        "tracebacks": figures["tracebacks"],
+        f"hostile requests end as {', '.join(wrong)}": wrong,
+    }
+    return [name for name, is_broken in checks.items() if is_broken]
+
+
+def besiege(
+    args: argparse.Namespace, kinds: Sequence[str], bounds: Bounds
+) -> Iterator[dict[str, Any]]:
+    """Yields the figures of each kind, of a server of its own.
+
+    Where it is cold, its cache folder is empty and its first requests are these; otherwise a server
+    before them has filled the folder, and each has answered some requests before.
+    """
+    models = [f"bundle-{number}" for number, _ in enumerate(args.bundle, 1)]
+    words = ["--grace", str(GRACE_SECONDS)]
+    for name, folder in zip(models, args.bundle, strict=True):
+        words += ["--bundle", f"{name}={folder}"]
+    for name in ("drafter", "threads", "max_loaded"):
+        if (value := getattr(args, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    with tempfile.TemporaryDirectory(prefix="load-cache-") as root:
+        cache = Path(root) / "cache"
+        if not args.cold:
+            with served(words, cache) as server:
+                _warm_up(server, cache, models)
+        for kind in kinds:
+            with served(words, cache) as server:
+                if not args.cold:
+                    asyncio.run(Ordinary(server.url, bounds.patience, models).run(most=2))
+                figures = measure(server, kind, bounds, seconds=args.seconds, models=models)
+                figures["exit"] = server.stop()
+                if figures["exit"] != "0":
+                    figures["broken"].append("exit code")
+            yield figures
+            if args.cold:
+                shutil.rmtree(cache, ignore_errors=True)
+
+
+def _warm_up(server: Server, cache: Path, models: Sequence[str]) -> None:
+    """Asks until nothing more is written to the cache folder; at most five minutes."""
+    before, until = -1, time.monotonic() + 300
+    while time.monotonic() < until:
+        asyncio.run(Ordinary(server.url, 300, models).run(most=2))
+        size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+        if size == before:
+            return
+        before = size
+        time.sleep(3)
+
+
+HEAD = (
+    *("kind", "/health s", "first token p50", "p99", "longest", "asked", "lost", "hostile ends"),
+    *("MB before", "at most", "more held", "exit", "broken"),
+)
+
+
+def row(figures: dict[str, Any]) -> list[str]:
+    """Returns a row of the table that has the columns HEAD."""
+    first = figures["first"]
+    counts = [
+        ", ".join(f"{end}: {count}" for end, count in sorted(figures[name].items())) or "none"
+        for name in ("lost", "hostile", "kept")
+    ]
+    return [
+        figures["kind"],
+        f"{figures['health']:.2f}",
+        *(f"{first[name]:.2f}" for name in ("p50", "p99", "longest")),
+        str(figures["asked"]),
+        *counts[:2],
+        *(str(figures[name]) for name in ("before_mb", "peak_mb")),
+        counts[2],
+        figures["exit"],
+        ", ".join(figures["broken"]) or "nothing",
+    ]
+
+
+# ---- the run ----
 
 
 def kinds_of(text: str) -> list[str]:
@@ -340,88 +458,36 @@ def kinds_of(text: str) -> list[str]:
     names = list(hostile_clients.KINDS) if text == "all" else text.split(",")
     if unknown := set(names) - set(hostile_clients.KINDS):
         known = ", ".join(hostile_clients.KINDS)
-        raise UserError(f"got --hostile {sorted(unknown)[0]!r}, expected some of {known}, or all")
+        raise UserError(f"got --kinds {sorted(unknown)[0]!r}, expected some of {known}, or all")
     return names
 
 
-def measure_hostile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures each kind of hostile client, and prints a table of them."""
-    kinds = kinds_of(arguments.hostile)
-    bounds = Bounds(
-        arguments.max_health, arguments.max_first, arguments.max_growth, arguments.patience
-    )
-    cache = "empty" if arguments.cold else "full"
-    measured = []
-    words, seconds = words_of(arguments), arguments.hostile_seconds
-    for found in besiege(words, kinds, bounds, seconds, arguments.cold):
-        measured.append(found)
-        print(f"{len(measured)} of {len(kinds)}: {' | '.join(row(found))}", file=sys.stderr)
-    print(f"Cache folder: {cache}\n")
-    print(markdown(HEAD, map(row, measured)))
-    broken = sum(bool(each["broken"]) for each in measured)
-    return {"cache": cache, "bounds": asdict(bounds), "kinds": measured, "broken": broken}
-
-
-# ---- the run ----
-
-
-def measure_load(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sends the load; "broken" says whether anything ended as it should not."""
-    models = names_of(arguments.bundle)
-    with served(words_of(arguments)) as server:
-
-        def warm_up() -> None:
-            """Asks each bundle, the first one last, so that the same ones are open after it."""
-            for model in reversed(models):
-                load = Load(server.url, arguments.max_new_tokens, 3 * list(KINDS), [model])
-                asyncio.run(load.run(arguments.clients))
-
-        warm_up()
-        before = resources(server.pid)
-        drawn = kinds(arguments.requests, arguments.seed)
-        load = Load(server.url, arguments.max_new_tokens, drawn, models)
-        begun = time.perf_counter()
-        asyncio.run(load.run(arguments.clients))
-        figures = summary(load.outcomes)
-        figures["seconds"] = time.perf_counter() - begun
-        figures["clients"] = arguments.clients
-        if len(models) > 1:
-            figures["bundles"], figures["max_loaded"] = len(models), arguments.max_loaded
-            figures["openings"] = openings(server.url)
-            warm_up()
-        figures["before"], figures["after"] = before, settle(server.pid, before)
-        if arguments.compare:
-            figures["one_client"] = compare(server.url, arguments)
-        figures["exit_code"] = server.stop()
-    is_bad = figures["wrong"] or kept(before, figures["after"]) or figures["exit_code"] != "0"
-    print(json.dumps(figures, indent=2))
-    return figures | {"broken": bool(is_bad)}
-
-
 def main(words: Sequence[str] | None = None) -> int:
-    flags = ("--drafter", "--max-new-tokens", "--threads", "--json")
-    parser = command_line(__doc__, *flags, max_new_tokens=48)
+    parser = command_line(__doc__, "--drafter", "--threads", "--json")
     parser.add_argument("--bundle", type=Path, action="append", required=True, help="repeatable")
     parser.add_argument("--max-loaded", type=int, metavar="BUNDLES", help="default: all of them")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
-    parser.add_argument("--hostile", metavar="KIND[,KIND]", help="or all")
+    parser.add_argument("--kinds", type=kinds_of, default="all", metavar="KIND[,KIND]")
     parser.add_argument("--cold", action="store_true", help="an empty cache folder for each kind")
     for name, value, text in (
-        ("hostile-seconds", 10.0, "seconds of each kind"),
+        ("seconds", 10.0, "seconds of each kind"),
         ("max-health", Bounds.health, "seconds of an answer of /health"),
         ("max-first", Bounds.first, "seconds until a first token"),
         ("max-growth", Bounds.growth, "MB by which the server grows, which is then ended"),
         ("patience", Bounds.patience, "seconds after which a request counts as lost"),
     ):
         parser.add_argument(f"--{name}", type=float, default=value, help=f"{text}; {value:g}")
-    arguments = parse(parser, words)
-    figures = (measure_hostile if arguments.hostile else measure_load)(arguments)
-    manifest = manifest_of(arguments.bundle[0])
-    write(arguments.json, figures, threads=arguments.threads, manifest=manifest, note=NOTE)
-    return 1 if figures["broken"] else 0
+    args = parse(parser, words)
+    bounds = Bounds(args.max_health, args.max_first, args.max_growth, args.patience)
+    measured = []
+    for found in besiege(args, args.kinds, bounds):
+        measured.append(found)
+        print(f"{len(measured)} of {len(args.kinds)}: {' | '.join(row(found))}", file=sys.stderr)
+    cache, broken = "empty" if args.cold else "full", sum(bool(each["broken"]) for each in measured)
+    print(f"Cache folder: {cache}\n\n{markdown(HEAD, map(row, measured))}")
+    figures = {"cache": cache, "bounds": asdict(bounds), "kinds": measured, "broken": broken}
+    manifest = manifest_of(args.bundle[0])
+    write(args.json, figures, threads=args.threads, manifest=manifest, note=NOTE)
+    return int(bool(broken))
 
 
 if __name__ == "__main__":

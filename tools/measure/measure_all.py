@@ -11,10 +11,8 @@ and the exit code is 1.
 The stages follow each other so that `tune` comes before what uses its profile (sweep and
 acceptance); `bench`, `lookup` and `spec-bench` do without one. `lookup` is about the shipped
 drafter, so that another model has no such stage. `rivals` and `many-clients` install other engines
-under runs/rivals; `rivals` and `spec-bench` take an hour or more; these three go on where they were
-stopped.
-Commit everything first, so that the provenance names a commit without "-dirty". --tiny takes a
-prompt or two and a few tokens of each, to see that everything runs; its figures are worth nothing.
+under runs/rivals; `rivals` and `spec-bench` take an hour or more.
+Commit everything first, so that the provenance names a commit without "-dirty".
 """
 
 from __future__ import annotations
@@ -31,42 +29,38 @@ from tools.figures import command_line, run
 PRECISIONS = ("fp32", "int8", "int4")
 LOOKUP = "lookup-"  # what the names of stages about the shipped drafter begin with
 OF_MODELS = ("check", "many-clients", "rivals", "transformers")  # stages that are told the model
-# How much is decoded, and how little with --tiny. Six prompts at fp32 and twelve below keep a sweep
-# of five repeats within six minutes.
-SIZES = {
-    "per_category": ("10", "1"),
-    "limit": ("60", "2"),
-    "tokens": ("--max-new-tokens 128", "--max-new-tokens 4"),
-    "short": ("--max-new-tokens 64", "--max-new-tokens 4"),
-    "audited": ("32", "4"),
-    "repeats": ("5", "1"),
-    "rounds": ("--rounds 5", "--rounds 1"),
-    "few": ("--limit {few_at}", "--limit 1"),
-    "others": ("--limit 20", "--limit 1"),
-    "rivals": ("--limit 8 --long-limit 4 --rounds 3", "--limit 1 --long-limit 0 --rounds 1"),
-    "crowd": ("", "--clients 2 --long-limit 0 --rounds 1 --max-new-tokens 4"),
-    "contexts": ("200 1500", "8"),
-    "questions": ("", "--per-category 1"),
-    "checked": ("--precision fp32 --precision int8 --precision int4", "--precision int8"),
+# The words that commands share. Six prompts at fp32 and twelve below keep a sweep of five repeats
+# within six minutes.
+WORDS = {
+    "bench": "spec_runtime bench --max-new-tokens 128 --no-profile --prompts {prompts}",
+    "audit": "spec_runtime audit --limit 60 --max-new-tokens 32 --prompts {prompts}",
+    "compare": "tools.measure.compare",
+    "rivals": "tools.measure.compare_rivals",
+    "given": "--max-new-tokens 128 --prompts {prompts}",
+    "short": "--max-new-tokens 64",
+    "some": "--max-new-tokens 64 --prompts {prompts} --limit",
+    "looked_up": "--drafter parallelspec+prompt_lookup --drafter parallelspec "
+    "--drafter prompt_lookup",
 }
-FEW_AT = {"fp32": "6", "int8": "12", "int4": "12"}
+FEW = {"fp32": "6", "int8": "12", "int4": "12"}
 # The stages in their order: name, which bundles ("all" at once, "none"), the exit code up to which
 # there is a result, and the command: a module of tools, or a package and its verb.
 STAGES = """
-bench-{} | fp32 int8 | 0 | spec_runtime bench {bench} {tokens} --no-profile
-lookup-{} | fp32 int8 | 0 | spec_runtime bench {bench} {tokens} --no-profile {looked_up}
-audit-{} | fp32 int8 int4 | 1 | spec_runtime audit {audit}
-audit-{}-strict | fp32 | 1 | spec_runtime audit {audit} --strict
+bench-{} | fp32 int8 | 0 | {bench} --per-category 10
+lookup-{} | fp32 int8 | 0 | {bench} --per-category 10 {looked_up}
+audit-{} | fp32 int8 int4 | 1 | {audit}
+audit-{}-strict | fp32 | 1 | {audit} --strict
 tune-{} | fp32 int8 int4 | 0 | spec_runtime tune {short}
-sweep-{} | fp32 int8 int4 | 0 | tools.measure.compare budgets {given} {few} {short} {rounds}
-steps | all | 0 | tools.measure.step_costs --operators --repeats {repeats} --contexts {contexts}
-acceptance-{} | int8 | 0 | tools.measure.compare acceptance {given} --limit {limit} {short}
-transformers-{} | fp32 | 1 | tools.measure.compare transformers {given} {others} {tokens}
-check | none | 1 | spec_export check {checked}
-spec-bench-{} | fp32 int8 | 0 | tools.measure.spec_bench {given} {tokens} --no-profile {questions}
-many-clients-{} | fp32 int8 | 0 | tools.measure.many_clients {given} {crowd}
-rivals | all | 0 | tools.measure.compare_rivals {given} {tokens} {rivals}
+sweep-{} | fp32 int8 int4 | 0 | {compare} budgets {some} {few} --rounds 5
+steps | all | 0 | tools.measure.step_costs --operators --repeats 5 --contexts 200 1500
+acceptance-{} | int8 | 0 | {compare} acceptance {some} 60
+transformers-{} | fp32 | 1 | {compare} transformers {given} --limit 20
+check | none | 1 | spec_export check --precision fp32 --precision int8 --precision int4
+spec-bench-{} | fp32 int8 | 0 | {bench}
+many-clients-{} | fp32 int8 | 0 | {rivals} many {short} --prompts {prompts}
+rivals | all | 0 | {rivals} alone {given} --limit 8 --long-limit 4 --rounds 3
 """
+IMPORT = "from {}.cli import main; main()"
 
 
 class Stage(NamedTuple):
@@ -79,7 +73,7 @@ class Stage(NamedTuple):
 
 
 def stages(
-    prompts: Path, bundles: Path, results: Path, is_tiny: bool = False, model: str | None = None
+    prompts: Path, bundles: Path, results: Path, model: str | None = None
 ) -> Iterator[Stage]:
     """Yields all stages with their whole command lines, under this interpreter; model None is the
     demo, and no other model has stages about the shipped drafter."""
@@ -89,7 +83,8 @@ def stages(
             name = template.format(precision)
             if model is not None and name.startswith(LOOKUP):
                 continue
-            first, *words = _filled(command, prompts, precision, is_tiny)
+            text = command.format(**WORDS, few=FEW.get(precision), prompts="{prompts}")
+            first, *words = (word.format(prompts=prompts) for word in text.split())
             if first.startswith("tools."):
                 program = ["-m", first]
             else:  # the command that provenance records is the package's program
@@ -103,23 +98,6 @@ def stages(
             where += ["--json", str(results / f"{name}.json")]
             needed = PRECISIONS if which == "all" else tuple(filter(None, [precision]))
             yield Stage(name, needed, [sys.executable, *program, *words, *where], int(worst_code))
-
-
-IMPORT = "from {}.cli import main; main()"
-
-
-def _filled(command: str, prompts: Path, precision: str, is_tiny: bool) -> list[str]:
-    """Returns the words of a command whose sizes are filled in."""
-    sizes = {name: pair[is_tiny] for name, pair in SIZES.items()}
-    given = "--prompts {prompts}"
-    bench = f"{given} --per-category {sizes['per_category']}"
-    audit = f"{given} --limit {sizes['limit']} --max-new-tokens {sizes['audited']}"
-    drafters = ("parallelspec+prompt_lookup", "parallelspec", "prompt_lookup")
-    looked_up = " ".join(f"--drafter {name}" for name in drafters)
-    whole = {"given": given, "bench": bench, "audit": audit, "looked_up": looked_up}
-    text = command.format(**sizes, **whole)
-    few_at = FEW_AT.get(precision, "")
-    return [word.format(few_at=few_at, prompts=prompts) for word in text.split()]
 
 
 def build(
@@ -145,12 +123,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--model", help="folder, GGUF file or hub id of another model")
     parser.add_argument("--drafter-checkpoint", help="a drafter trained for it")
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="these only; default: all")
-    parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
     parser.add_argument("--list", action="store_true", help="print the stages' names and end")
     args = parser.parse_args(words)
     if args.drafter_checkpoint and not args.model:
         parser.error("got --drafter-checkpoint, expected --model with it")
-    every = [*stages(args.prompts, args.bundles, args.results, args.tiny, args.model)]
+    every = [*stages(args.prompts, args.bundles, args.results, args.model)]
     known = [stage.name for stage in every]
     if args.list:
         print("\n".join(known))

@@ -9,7 +9,7 @@ from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part
 from spec_runtime.serve.answers import Answers
-from spec_runtime.serve.openai.replies import ShownCalls
+from spec_runtime.serve.openai.replies import ends_in_calls
 from spec_runtime.serve.streams import typed_event_of
 
 Object = dict[str, Any]
@@ -35,7 +35,6 @@ class MessageReply:
         self._is_begun = False
         self._num_blocks = 0  # of a stream, that have begun
         self._open = ""  # the kind of the block that has begun and not ended
-        self._calls = ShownCalls()
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         (result,) = results
@@ -46,7 +45,7 @@ class MessageReply:
             content.append({"type": "text", "text": result.content})
         for name, arguments in result.tool_calls:
             content.append({**_tool_use(name), "input": json.loads(arguments)})
-        end = _end(result, bool(result.tool_calls))
+        end = _end(result)
         return {**self._message(), "content": content, **end, "usage": _usage(result)}
 
     def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
@@ -66,13 +65,12 @@ class MessageReply:
     def parts(self, chunk: Chunk) -> Iterator[Object]:
         """Yields the events for one chunk of the answer; the last chunk's end the message."""
         for part in chunk.parts:
-            self._calls.add(part)
             if part.kind != "thinking" or self._shows_thinking:
                 yield from self._events_of(part)
         if chunk.result is None:
             return
         yield from self._end_block()
-        delta = _end(chunk.result, self._calls.are_whole(chunk.result))
+        delta = _end(chunk.result)
         yield {"type": "message_delta", "delta": delta, "usage": _usage(chunk.result)}
         yield {"type": "message_stop"}
 
@@ -115,9 +113,9 @@ def _tool_use(name: str) -> Object:
     return {"type": "tool_use", "id": identity, "name": name, "input": {}}
 
 
-def _end(result: GenerationResult, has_calls: bool) -> Object:
+def _end(result: GenerationResult) -> Object:
     """Returns why a message ended, and by which stop sequence."""
-    if has_calls:
+    if ends_in_calls(result):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(result.stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": result.stop}

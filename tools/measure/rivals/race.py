@@ -1,4 +1,4 @@
-"""Lets contenders answer the same loads in interleaved rounds, and keeps every answer in a file.
+"""Lets contenders answer the same loads in interleaved rounds.
 
 A load is some prompts and a number of clients, each of which sends its next prompt when its last
 answer is finished; one prompt of one client is a load, too. All workers of a precision are open at
@@ -8,22 +8,17 @@ that a machine that slows down slows all of them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from spec_runtime.errors import UserError
 from tools.measure.rivals.environments import RivalError
 from tools.measure.rivals.worker import Worker
 
 Row = dict[str, Any]
 REST_SECONDS = 0.1  # before each load, until threads that spin for more work have gone to sleep
 WARM_UP_TOKENS = 8
-KEYS = ("precision", "context", "clients", "round", "prompts", "contender")  # of a load, in its row
 
 
 @dataclass(frozen=True)
@@ -32,39 +27,6 @@ class Context:
 
     name: str
     prompts: Mapping[str, Sequence[int]]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(repr(sorted(self.prompts.items())).encode()).hexdigest()[:16]
-
-
-class Journal:
-    """Keeps rows in a JSON Lines file, the first of which holds the run's settings.
-
-    Every row is appended at once, so that a run that was killed goes on after its last whole row.
-    Raises UserError if the file is there with other settings.
-    """
-
-    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
-        self.file = file
-        self.rows: list[Row] = []
-        whole = json.dumps({"settings": settings})
-        if file.is_file() and (text := file.read_text(encoding="utf-8")):
-            first, *rest = text.split("\n")
-            if json.loads(first) != json.loads(whole):
-                raise UserError(
-                    f"{file} holds answers to other settings (prompts, tokens, threads, "
-                    "precisions, bundles or versions): remove it to measure again"
-                )
-            self.rows = [json.loads(line) for line in rest[:-1]]  # a torn row has no line's end
-        text = "".join(line + "\n" for line in (whole, *map(json.dumps, self.rows)))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-
-    def add(self, row: Row) -> None:
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        self.rows.append(row)
 
 
 @dataclass(frozen=True)
@@ -114,71 +76,48 @@ class Race:
     max_new_tokens: int
     may_end: bool
 
-    def rows(self, journal: Journal, names: Iterable[str]) -> list[Row]:
-        """Returns the journal's rows of these loads and contenders."""
-        wanted = {self._key(load, name) for load in self.loads for name in names}
-        return [row for row in journal.rows if _key_of(row) in wanted]
-
-    def is_over(self, names: Sequence[str], journal: Journal) -> bool:
-        """Says whether the journal has a row of every load of all these contenders."""
-        return len(self.rows(journal, names)) == len(self.loads) * len(names)
-
     def run(
-        self,
-        workers: Mapping[str, Worker],
-        journal: Journal,
-        announce: Callable[[str], None] = print,
-    ) -> dict[str, str]:
-        """Runs all loads that the journal has no row of; returns the reason of each that failed.
+        self, workers: Mapping[str, Worker], announce: Callable[[str], None] = print
+    ) -> tuple[list[Row], dict[str, str]]:
+        """Runs all loads; returns the rows of those who took part in all of them, and the reason of
+        each that failed.
 
         A contender that fails is closed and takes no further part. A row holds the answers and the
         process's peak memory so far.
         """
-        done = {_key_of(row) for row in journal.rows}
-        running = dict(workers)
+        running, rows = dict(workers), list[Row]()
         failed: dict[str, str] = {}
         warm: set[tuple[str, str, int]] = set()
         for turn, load in enumerate(self.loads):
             names = [*running]
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:
-                key = self._key(load, name)
-                if key in done:
-                    continue
+                worker, num_prompts = running[name], len(load.prompts)
                 try:
                     # weights, caches and what is compiled late
                     if (about := (name, load.context.name, load.clients)) not in warm:
                         few = load.clients if load.context is self.loads[0].context else 1
-                        running[name].ask(self._job(load, few, WARM_UP_TOKENS))
+                        worker.ask(self._job(load, few, WARM_UP_TOKENS))
                         warm.add(about)
                     time.sleep(REST_SECONDS)
-                    num_prompts = len(load.prompts)
-                    job = self._job(load, num_prompts, self.max_new_tokens)
-                    reply = running[name].ask(job)
+                    reply = worker.ask(self._job(load, num_prompts, self.max_new_tokens))
                     row = checked(reply, num_prompts, self.max_new_tokens, self.may_end)
                 except RivalError as error:
                     failed[name] = str(error)
                     announce(f"{name} is left out: {error}")
                     running.pop(name).close()
                     continue
-                row["version"], row["peak_rss"] = running[name].version, running[name].peak_rss()
+                row |= {"context": load.context.name, "clients": load.clients, "round": load.round}
+                row |= {"contender": name, "prompts": load.prompts, "version": worker.version}
                 row["prompt_tokens"] = sum(len(load.context.prompts[each]) for each in load.prompts)
-                journal.add({**dict(zip(KEYS, key, strict=True)), **row})
+                rows.append({**row, "peak_rss": worker.peak_rss()})
             what = f"{load.context.name} prompts, {load.clients} clients, round {load.round + 1}"
             announce(f"{self.precision}, {what}: {' '.join(load.prompts[:4])}")
-        return failed
+        return [row for row in rows if row["contender"] not in failed], failed
 
     def _job(self, load: Load, count: int, max_new_tokens: int) -> dict[str, Any]:
         ids = [list(load.context.prompts[prompt]) for prompt in load.prompts[:count]]
         return {"prompts": ids, "clients": load.clients, "max_new_tokens": max_new_tokens}
-
-    def _key(self, load: Load, name: str) -> tuple[Any, ...]:
-        about = (load.context.name, load.clients, load.round, load.prompts)
-        return (self.precision, *about, name)
-
-
-def _key_of(row: Row) -> tuple[Any, ...]:
-    return tuple(tuple(row[key]) if key == "prompts" else row[key] for key in KEYS)
 
 
 def checked(reply: Mapping[str, Any], num_answers: int, most: int, may_end: bool = False) -> Row:

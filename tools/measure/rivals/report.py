@@ -1,6 +1,6 @@
 """Sums up a race: speeds with their spread, memory, whose texts agree, ours over the best rival.
 
-Everything here is computed from the journal's rows, so that fixed rows give fixed figures.
+Everything here is computed from the race's rows, so that fixed rows give fixed figures.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def summarise(
 
 def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
     rounds = [*_by(rows, "round").values()]
-    first: dict[str, list[int]] = {}
     prefill = [
         1000 * statistics.mean(prefill_seconds(row["answers"][0]) for row in each)
         for each in rounds
@@ -139,12 +138,6 @@ def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
         "prefill_ms": {**spread(prefill), "by_round": prefill},
         "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in rows),
         "peak_rss": max(row["peak_rss"] for row in rows),
-        # whether every round wrote the same texts
-        "repeats_itself": all(
-            first.setdefault(row["prompts"][0], tokens) == tokens
-            for row in rows
-            for tokens in [row["answers"][0]["tokens"]]
-        ),
     }
 
 
@@ -179,15 +172,6 @@ def _best(contenders: Mapping[str, Figures], key: str) -> str | None:
     """Returns the fastest, by its median: of times the least, of speeds the greatest."""
     sign = 1 if key == "prefill_ms" else -1
     return min(contenders, key=lambda name: sign * contenders[name][key]["median"], default=None)
-
-
-def aim_lines(rows: Sequence[Figures]) -> list[str]:
-    """Returns one line for each row of `aims`."""
-    return [
-        f"{row['precision']}, {row['context']} prompts, {row['kind']}: {row['ratio']:.2f} "
-        f"({row['least']:.2f} to {row['greatest']:.2f}), {row['ours']} over {row['rival']}"
-        for row in rows
-    ]
 
 
 # ---- many clients ----
@@ -272,13 +256,3 @@ def best_of_many(rows: Sequence[Figures]) -> list[Figures]:
             }
         )
     return found
-
-
-def line_of_many(row: Figures) -> str:
-    """Returns a line for a row of `best_of_many`."""
-    ratios = [
-        f"{row[key]:.2f} over {name}"
-        for key, name in (("over_rival", row["rival"]), ("over_plain", "no drafting"))
-        if row[key] is not None
-    ]
-    return f"{row['context']}, {row['clients']} clients: lanes {', '.join(ratios)}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +47,6 @@ class Worker:
                 )
             except OSError as error:
                 raise RivalError(f"{command[0]} cannot be run: {error.strerror}") from None
-        self._unread = b""
         try:
             self.version = str(self._reply(OPEN_SECONDS).get("version"))
         except RivalError:
@@ -86,7 +85,7 @@ class Worker:
             self._process.stdout.close()
 
     def _reply(self, seconds: float) -> dict[str, Any]:
-        line = self._line(time.monotonic() + seconds, seconds)
+        line = self._line(seconds)
         try:
             reply = json.loads(line)
         except ValueError:
@@ -98,21 +97,18 @@ class Worker:
             raise RivalError(" ".join(text.split())[:300])
         return reply
 
-    def _line(self, deadline: float, seconds: float) -> bytes:
+    def _line(self, seconds: float) -> bytes:
         """Returns the worker's next line."""
-        stdout = self._process.stdout
-        assert stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._process.kill()
-                    raise RivalError(f"no answer within {seconds:.0f} s")
-                if not (part := os.read(stdout.fileno(), 1 << 16)):
-                    raise RivalError(f"the worker ended: {self._last_words()}")
-                self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        assert self._process.stdout is not None
+        begun, late = time.monotonic(), threading.Timer(seconds, self._process.kill)
+        late.start()
+        line = self._process.stdout.readline()
+        late.cancel()
+        if line.endswith(b"\n"):
+            return line[:-1]
+        if time.monotonic() - begun >= seconds:
+            raise RivalError(f"no answer within {seconds:.0f} s")
+        raise RivalError(f"the worker ended: {self._last_words()}")
 
     def _last_words(self) -> str:
         """Returns the last line that the worker wrote to standard error."""
