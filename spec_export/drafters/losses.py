@@ -233,8 +233,6 @@ def head_losses(
             f"got loss {objective.loss!r} with soft_weight {objective.soft_weight} without the "
             "target's features, expected features: losses tv and lk and soft labels need them"
         )
-    else:
-        target_ND = target_ND.detach()
     log_weight_S = None
     if shortlist is not None:
         head_VD, log_weight_S = head_VD[shortlist.index_S], shortlist.log_weight_S

@@ -73,7 +73,7 @@ class MergedProposer(ProposerWrapper):
             return self._found(token, budget)
         self._index.extend([token])
         drafted = yield from super().drafting(token, budget)
-        if drafted.draws or budget.is_root_only or isinstance(budget.growth, AlongTruth):
+        if drafted.draws or isinstance(budget.growth, AlongTruth):
             return drafted
         if drafted.log_prob_N is None and drafted.num_nodes > 1:
             return self._shared(drafted, budget)

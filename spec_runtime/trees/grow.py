@@ -347,11 +347,10 @@ def merge(a: TokenTree, b: TokenTree, max_nodes: int) -> TokenTree:
     assert not b.draws, b.draws
     tree = TreeBuilder(int(a.token_N[0]))
     for source in (a, b):
-        new_id = {0: 0}
+        new_ids = [0]
         pairs = zip(source.token_N.tolist()[1:], source.parent_N.tolist()[1:], strict=True)
-        for node, (token, parent) in enumerate(pairs, 1):
-            if parent not in new_id:
-                continue  # its parent did not fit
-            if len(tree) < max_nodes or tree.has(new_id[parent], token):
-                new_id[node] = tree.add(new_id[parent], token)
+        for token, parent in pairs:
+            if len(tree) >= max_nodes:
+                break
+            new_ids.append(tree.add(new_ids[parent], token))
     return tree.build()

@@ -338,6 +338,21 @@ def test_one_matrix_for_all_heads_that_is_not_the_targets_becomes_theirs(
         assert torch.equal(state[f"output_heads.{k}"], other)
 
 
+def test_one_matrix_for_all_heads_is_the_targets_with_the_scale_of_its_logits(
+    save: Save, tmp_path: Path
+) -> None:
+    """vLLM scales no logits of heads, so that what the target stores would give other ones."""
+    options: dict[str, Any] = {"family": "granite", "logits_scaling": 4.0}
+    granite = save_llama(tmp_path / "granite", num_hidden_layers=2, **options)
+    folder, _ = save("medusa", None, granite, num_heads=2)
+    _, tensors = export(folder, "vllm-medusa", granite, tmp_path / "out")
+    for factor, heads in ((1, "shared"), (4, "own")):
+        rewrite(tmp_path / "out", {}, {"lm_head.weight": factor * tensors["lm_head.weight"]})
+        again = tmp_path / f"again-{factor}"
+        out = importer.run(str(tmp_path / "out"), str(granite), again, is_measured=False)
+        assert load_drafter(out).config["heads"] == heads
+
+
 def test_vllms_heads_may_be_whole_and_their_tokens_in_any_order(
     save: Save, llama: Path, tmp_path: Path
 ) -> None:

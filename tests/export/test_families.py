@@ -114,7 +114,9 @@ CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
     "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "qwen2": MIXED | {"use_sliding_window": True},
     "qwen3": MIXED | {"use_sliding_window": True},
-    "qwen2_moe": EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen2_moe": EXPERTS
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    | {"decoder_sparse_step": 2},
     "qwen3_moe": EXPERTS
     | {"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "seed_oss": {"attention_bias": True},
@@ -130,6 +132,8 @@ PARTIAL = {"rope_theta": 500.0, "partial_rotary_factor": 0.5}
 SHORT = {"original_max_position_embeddings": ORIGINAL}
 # What is the same in all families, and kinds of rotation.
 MORE: dict[str, dict[str, Any]] = {
+    "exaone4, without windows": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "smollm3, windows off": MIXED | {"use_sliding_window": False, "no_rope_layers": [1, 0]},
     "llama, one key/value head": {"num_key_value_heads": 1},
     "llama, as many key/value heads": {"num_key_value_heads": HEADS},
     "llama, tied": {"tie_word_embeddings": True},

@@ -134,6 +134,7 @@ def test_every_name_encodes_as_plain_python_does(tmp_path: Path) -> None:
         ),
         ({"model": "t5"}, "got a tokenizer of kind 't5' (tokenizer.ggml.model), expected gpt2 or"),
         ({"merges": ["ab"]}, "got 'ab' in tokenizer.ggml.merges, expected two tokens"),
+        ({"merges": [" ab"]}, "got ' ab' in tokenizer.ggml.merges, expected two tokens"),
         ({"merges": ["z zz"]}, "could not load the tokenizer of"),
         ({"eos_token_id": 999}, "got 999 for tokenizer.ggml.eos_token_id, expected an id below 2"),
         ({"add_bos_token": "x"}, "got 'x' for tokenizer.ggml.add_bos_token, expected bool"),
@@ -185,6 +186,8 @@ def test_ordinary_words_with_a_special_id_stay_words(tmp_path: Path) -> None:
     )
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, None)
     assert tokenizer.backend_tokenizer.decode([comma], skip_special_tokens=True) == ","
+    # nor does a word end turns that only looks as if it did
+    assert gguf_vocabulary.read(byte_level(tmp_path / "b.gguf", ["<|end| >"])).ends == (1,)
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"

@@ -402,6 +402,11 @@ def test_a_part_that_is_missing_or_misnamed_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             target.load(target.resolve(str(path)))
 
+    kept = first.read_bytes()
+    before, key, value = kept.partition(b"split.tensors.count")  # then its type, and the number
+    first.write_bytes(before + key + value[:4] + bytes([value[4] + 1]) + value[5:])
+    refused(first, r"hold \d+ tensors, expected \d+ \(split.tensors.count\): they are not of one")
+    first.write_bytes(kept)
     kept = third.read_bytes()
     third.write_bytes(second.read_bytes())
     refused(first, r"tiny-00003-of-00003.gguf is part 1 by its header \(split.no.*expected 2 by")

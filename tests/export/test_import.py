@@ -30,8 +30,10 @@ from spec_export.cli import main
 from spec_export.drafters import eagle3, peagle
 from spec_export.imports.drafters import exporter as export_drafter
 from spec_export.imports.drafters import importer
+from spec_export.imports.drafters.eagle3 import _Settings as Settings
+from spec_export.imports.drafters.folder import ForeignFolder, Reading
 from spec_export.imports.drafters.importer import Overrides, run
-from spec_export.imports.drafters.parts import rotary_parameters
+from spec_export.imports.drafters.parts import rotary_parameters, take_head
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.model.hidden_states import features_and_taps
@@ -576,3 +578,33 @@ def test_rotation_is_stretched_from_the_drafters_own_positions(kind: str) -> Non
     given["rope_scaling"]["original_max_position_embeddings"] = 16
     read = rotary_parameters(folder, {**given, "max_position_embeddings": 64})
     assert read["original_max_position_embeddings"] == 16
+
+
+def test_a_drafter_without_a_head_has_the_targets_rows_of_its_tokens(llama: Path) -> None:
+    backbone, state = backbone_of(llama)[1], dict[str, torch.Tensor]()
+    offsets = {"d2t": torch.tensor([1, 1, 3])}
+    folder, found = ForeignFolder(llama, [], {}, offsets), Reading("EAGLE", "eagle3", {})
+    ids = take_head(folder, backbone, backbone.config.hidden_size, state, found)
+    assert ids is not None
+    assert ids.tolist() == [1, 2, 5]
+    assert torch.equal(state["head"], backbone.head.weight[ids])
+
+
+NESTED, TOP = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("config", "taps"),
+    [
+        ({NESTED: {TOP: [2, 4, 5]}}, [2, 4, 5]),  # the usual inputs
+        ({NESTED: {TOP: [1, 3, 4]}}, [2, 4, 5]),  # the usual outputs
+        ({NESTED: {TOP: [1, 2, 6]}}, [2, 3, 7]),
+        ({NESTED: {TOP: [1, 2, 8]}}, [1, 2, 8]),  # no layer 8 has an output
+        ({TOP: [1, 3, 4]}, [2, 4, 5]),
+        ({TOP: [1, 2, 6]}, [1, 2, 6]),
+        ({}, [2, 4, 5]),
+    ],
+)
+def test_ids_of_layers_are_inputs_or_outputs(llama: Path, config: Any, taps: list[int]) -> None:
+    folder, found = ForeignFolder(llama, [], config, {}), Reading("EAGLE", "eagle3", {})
+    assert Settings(folder).taps(3, 8, found) == taps

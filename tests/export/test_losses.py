@@ -161,6 +161,12 @@ def test_hard_labels_need_no_teacher_and_soft_ones_do() -> None:
         head_cross_entropy(hidden_RD, head_VD, label_R, weight_R, soft_weight=0.5)
 
 
+def test_a_label_that_shares_the_highest_logit_is_on_top() -> None:
+    hidden_RD, head_VD = torch.tensor([[0.0, 1.0]] * 3), torch.eye(2)[[0, 1, 1]]
+    _, is_top_R = head_cross_entropy(hidden_RD, head_VD, torch.arange(3), torch.ones(3))
+    assert is_top_R.tolist() == [False, True, True]
+
+
 def test_rows_may_be_none_at_all() -> None:
     _, head_VD, label_R, weight_R, _ = inputs()
     hidden_0D = torch.zeros(0, D, requires_grad=True)

@@ -382,7 +382,13 @@ def test_rows_are_relied_on_unless_a_step_was_broken_off(drafter: str, is_betwee
 def test_where_a_generation_ends(
     tokens: list[int], kept: list[int], reason: str | None, remaining: int
 ) -> None:
-    ending = Ending(5, frozenset({9}))
-    assert ending.cut(tokens) == kept
+    seen: list[int] = []  # by what looks for stop strings: every token that is kept
+
+    def see(token: int) -> bool:
+        seen.append(token)
+        return False
+
+    ending = Ending(5, frozenset({9}), see)
+    assert ending.cut(tokens) == kept == seen
     assert (ending.finish_reason, ending.remaining) == (reason, remaining)
     assert Ending(0).finish_reason == "length"

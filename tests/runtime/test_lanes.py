@@ -25,7 +25,7 @@ from spec_runtime.interruption import Interrupted
 from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.result import Chunk, GenerationResult
 from spec_runtime.loop.target import PREFILL_ROWS, Asked, Wants, verify_together
-from spec_runtime.pace.pacer import FIRST_PAUSE, LONGEST_PAUSE, MOST_CREDIT, Pacer, Pause
+from spec_runtime.pace.pacer import FIRST_PAUSE, LONGEST_PAUSE, MOST_CREDIT, WEIGHT, Pacer, Pause
 from spec_runtime.pace.shared import EXPLORING, LEARNT_PASSES, SHARED_ROWS, TRIAL, Line, SharedPace
 from spec_runtime.queue.async_engine import MAX_UNREAD
 from spec_runtime.queue.engine_queue import Job
@@ -95,11 +95,14 @@ def test_trees_stay_whole_where_tokens_may_depend_on_their_size(
     batch = Batch(engine, 2)
     batch.begin(batch._lanes[0], None, engine.prepare(PROMPTS[0], **options))
     batch.turn()
-    assert batch._lanes[0].cuts_trees == are_cut
+    lane = batch._lanes[0]
+    assert lane.cuts_trees == are_cut
+    lane.limit(4, 1, is_shared=True)
+    assert lane.decoding.max_rows == (4 if are_cut else PREFILL_ROWS)
     batch.close()
 
 
-@pytest.mark.parametrize("failing", ["propose", "pass"])
+@pytest.mark.parametrize("failing", ["propose", "pass", "read"])
 def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine("prompt_lookup")
     batch = Batch(engine, 3)
@@ -116,16 +119,19 @@ def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.Monke
     victim: Any = engine.lane(1)
     if failing == "propose":
         monkeypatch.setattr(victim.proposer, "drafting", fail)
+    elif failing == "read":
+        monkeypatch.setattr(batch._lanes[1], "read", fail)
     else:
         monkeypatch.setattr(victim.target.lend()[0], "run", fail)
     found: dict[int, Any] = {}
-    while batch.num_active:
+    for _ in range(30):
         for number, each in batch.turn():
             if isinstance(each, Exception):
                 found[number] = str(each)
             elif each.result is not None:
                 found[number] = each.result.token_ids
     assert found == {0: expected[0], 1: "it broke", 2: expected[2]}
+    assert batch.num_active == 0
     monkeypatch.undo()
     many = engine.generate_many(PROMPTS[:3], 3, max_new_tokens=20)
     assert [each.token_ids for each in many] == expected
@@ -520,6 +526,9 @@ def test_a_call_begins_with_what_other_lanes_drafts_have_won() -> None:
         pauses = [pace.first_pause(2) for _ in range(TRIAL)]
         assert pauses.count(None) == 1, "one tries, whatever became of the others"
         assert {each.left for each in pauses if each is not None} == {left}
+    before = pace._won[2]
+    pace.judge(Drafted(), 2, 3, 0, HOST)  # half a pass of theirs, and 9 tokens less
+    assert pace._won[2] - before == pytest.approx(-9 * WEIGHT / 2, rel=0.05)
 
 
 def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None:
@@ -532,9 +541,27 @@ def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None
         assert lane is not None
         lane.engine.target.precision = "int8"
         batch.begin(lane, number, call)
+    judged: list[bool] = []
+    batch._pace.judge = lambda pacer, *step: judged.append(pacer.is_shared)  # type: ignore[method-assign]
     for _ in range(4):
         batch.turn()
     assert [lane.pacer.is_shared for lane in batch._order] == [False, True]
+    assert set(judged) == {True}
+    batch.close()
+
+
+def test_a_call_that_is_alone_is_paced_by_itself_after_its_first_pause() -> None:
+    batch, pause = Batch(toy_engine("prompt_lookup"), 2), Pause()
+    batch._pace.first_pause = lambda num_requests: pause  # type: ignore[method-assign]
+    cycles: list[int] = []
+    batch._pace.add_cycle = lambda num_tokens, seconds: cycles.append(num_tokens)  # type: ignore[method-assign]
+    lane = batch._lanes[0]
+    batch.begin(lane, None, lane.engine.prepare(PROMPTS[0]))
+    for _ in range(3):
+        batch.turn()
+    assert not cycles, "what it commits is no rate of requests that share passes"
+    assert lane.pacer.begins_with is pause
+    assert not lane.pacer.is_shared
     batch.close()
 
 
@@ -567,7 +594,7 @@ def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
 
 
 def test_static_trees_are_cut_to_their_first_paths() -> None:
-    budget = Budget.static([(0,), (1,), (0, 0), (0, 0, 0)])
+    budget = Budget.static([(0,), (0, 0), (0, 0, 0), (1,)])
     assert budget.at_most(9) is budget
     cut = budget.at_most(3)
     assert (cut.max_nodes, cut.growth) == (3, Budget.static([(0,), (1,)]).growth)
@@ -734,6 +761,20 @@ def test_a_shared_pass_gives_features_to_the_lane_that_wants_them() -> None:
     asked = [Asked(TokenTree.root(5)), Asked(TokenTree.root(6), Wants(("features",)))]
     _, found = verify_together(TimedPasses(FakeClock()), targets, asked)
     assert found.features([0])[0, :2].tolist() == [6, 0]  # its token and position
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_pass_cuts_no_tree_that_tokens_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedPace, "sizes", lambda self, worths, *others: [1] * len(worths))
+    batch = Batch(keeping("parallelspec", kept_bytes=0), 2)
+    for lane, acceptance in zip(batch._lanes, ("typical", "target_sampling"), strict=True):
+        call = lane.engine.prepare([5, 6, 7] * 8, temperature=0.8, acceptance=acceptance)
+        batch.begin(lane, None, call)
+    for _ in range(9):
+        batch.turn()
+    drafted = [lane.decoding.stats.drafted_tokens > 0 for lane in batch._order]
+    assert drafted == [True, False]
+    batch.close()
 
 
 @pytest.mark.usefixtures("timed")

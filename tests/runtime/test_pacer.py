@@ -15,6 +15,7 @@ from spec_runtime.loop.proposer import PlainProposer, WithoutRuns
 from spec_runtime.loop.step import Step
 from spec_runtime.pace.costs import Gain
 from spec_runtime.pace.pacer import (
+    FIRST_CREDIT,
     FIRST_PAUSE,
     LARGEST_TRUST,
     LONGEST_PAUSE,
@@ -238,6 +239,33 @@ def test_guesses_are_trusted_as_far_as_their_reliability() -> None:
     assert tree.token_N.tolist() == [0, 7], "at .5 a node is accepted in .15 of steps"
     assert pacer.trust.value == pytest.approx((1 - TRUST_WEIGHT) / (1 + TRUST_WEIGHT * (0.15 - 1)))
     assert pacer.worth_N(tree) == pytest.approx([pacer.trust.value * 0.15])
+
+
+def test_a_losing_text_is_weighed_at_the_rate_of_plain_decoding() -> None:
+    script = Guesser()
+    pacer = Pacer(script, COSTS)
+    committed(pacer)  # one token, in more time than a plain step's
+    pacer.propose(0, Budget(8))
+    assert script.growths[-1].terms is not None
+    assert script.growths[-1].terms.rate == 1 / COSTS.plain
+
+
+def test_a_drafter_that_finds_nothing_has_run_a_level() -> None:
+    class Nothing(Script):
+        def propose(self, token: int, budget: Budget) -> TokenTree:
+            return TokenTree.root(token)
+
+    pacer = Pacer(Nothing(), replace(COSTS, level=4.0))
+    play(pacer, [1])
+    assert pacer.pause.credit == pytest.approx(FIRST_CREDIT + 1 - 11 / 10)
+
+
+def test_only_nodes_that_a_shared_pass_had_count_in_the_trust() -> None:
+    pacer = Pacer(Guesser())
+    pacer.is_shared = True
+    assert pacer.propose(0, Budget(8)).num_nodes > 2
+    pacer.commit(Step([9], 0, num_drafted=1))
+    assert pacer.trust.value == pytest.approx((1 - TRUST_WEIGHT) / (1 + TRUST_WEIGHT * (0.5 - 1)))
 
 
 def test_without_costs_nothing_is_changed() -> None:

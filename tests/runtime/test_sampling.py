@@ -195,6 +195,11 @@ def test_min_p_is_a_share_of_the_best_probability() -> None:
     logits = np.log(np.array([0.5, 0.2, 0.049, 0.051, 0.2], np.float32))
     assert np.flatnonzero(sampler(5, min_p=0.1).probabilities(logits, 0)).tolist() == [0, 1, 3, 4]
     assert sampler(5, min_p=0.0).survivors(logits)[0] is None
+    # as likely as the best is the best itself, and its equals
+    only = sampler(5, min_p=1.0)
+    assert only.probabilities(logits, 0)[0] == 1
+    assert only.draw_from_top(top_of(logits, 3), 0) == 0
+    assert only.probabilities(logits[[0, 1, 0, 1, 2]], 0).tolist() == [0.5, 0, 0.5, 0, 0]
     # of what top-k left, by its own id
     ids, _ = sampler(5, min_p=0.3, top_k=3).survivors(logits)
     assert ids is not None

@@ -418,6 +418,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
             {"type": "reasoning", "content": [part("Hm.", "reasoning_text")]},
             user(part("I look.", "output_text"), role="assistant"),
             {"type": "function_call", **ASKED},
+            {"type": "reasoning", "content": [part("Twice.", "reasoning_text")]},
             {"type": "function_call", **ASKED, "id": "fc_1", "status": "completed"},
             OUTPUT,
             {"type": "function_call", **ASKED},
@@ -425,7 +426,7 @@ ITEMS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
         ],
         [
             *HELLO,
-            {**LOOKED, "tool_calls": [CALLED, CALLED]},
+            {**LOOKED, "reasoning_content": "Hm.\nTwice.", "tool_calls": [CALLED, CALLED]},
             FOUND,
             {"role": "assistant", "content": None, "tool_calls": [CALLED]},
             {**FOUND, "content": "1815"},

@@ -62,6 +62,7 @@ def plan(**changes: Any) -> Plan:
 def test_the_first_profile_that_holds_all_sizes_is_taken() -> None:
     for (n, a), expected in {(1, 1): 0, (1, 2): 1, (8, 8): 1, (9, 1): 2, (64, 4): 2}.items():
         assert backend.choose_profile(PROFILES, {"N": n, "A": a}) == expected
+    assert backend.choose_profile([{"N": (2, 4, 8)}, {"N": (1, 8, 64)}], {"N": 1}) == 1
     for n, a in ((65, 1), (9, 5), (64, 8)):
         message = rf"got rows {{'N': {n}, 'A': {a}}}.* built for .*'1 to 64'"
         with pytest.raises(ValueError, match=message):

@@ -141,6 +141,12 @@ def test_stop_strings_against_str_find(seed: int) -> None:
     assert "".join(pieces(text.encode(), stops)) == wanted
 
 
+def test_the_stop_string_that_comes_first_in_the_text_ends_it() -> None:
+    stream = TextStream(lambda ids: "aXbY" * len(ids), ["Y", "X"])
+    assert stream.push(1)
+    assert (stream.text, stream.stop) == ("a", "X")
+
+
 def test_nothing_is_added_after_a_stop() -> None:
     stream = TextStream(BYTES.decode, ["b"])
     assert [stream.push(t) for t in b"abc"] == [False, True, True]

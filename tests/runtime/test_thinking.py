@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from served import CHAT, HELLO, MESSAGES, PERSON, RESPONSES, chunks_of, post, served, stream
 from toy_engine import make_engine
@@ -18,6 +19,7 @@ from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.messages import plain_message
 from spec_runtime.dialogue.reader import Part, ResponseReader, joined
 from spec_runtime.dialogue.response_template import HARMONY, Tags, tags_of, template_of
+from spec_runtime.dialogue.thinking_matcher import ThinkingMatcher, ThinkingTokens
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.result import Piece
@@ -265,6 +267,57 @@ def test_a_grammar_begins_after_the_thinking(template: str) -> None:
         codec = engine.tokenizer
         plain = make_engine(drafter, vocab_size=codec.vocab_size, max_length=600, tokenizer=codec)  # type: ignore[attr-defined]
         assert plain.generate(HELLO, **options).token_ids == result.token_ids
+
+
+class Word:
+    """A grammar of two tokens, 5 and then 6."""
+
+    def __init__(self) -> None:
+        self.left = [5, 6]
+
+    def advance(self, token: int) -> bool:
+        is_next = self.left[:1] == [token]
+        self.left = self.left[is_next:]
+        return is_next
+
+    def retreat(self, num_tokens: int) -> None:
+        self.left = [5, 6][2 - len(self.left) - num_tokens :]
+
+    def allowed(self) -> np.ndarray:
+        return np.isin(np.arange(8), self.left[:1] or [0])
+
+    def forced(self, most: int) -> list[int]:
+        return self.left[:most]
+
+
+def test_a_blank_may_stand_between_the_thinking_and_the_grammar() -> None:
+    """1 opens the thinking, 2 closes it, 3 and 4 are blanks, and 0 is EOS."""
+    matcher = ThinkingMatcher(Word(), ThinkingTokens(1, [2], [3, 4]), [0], 8)
+    thinking = [*range(1, 8)]
+    # tokens that are read, those that may come then, and those that have to
+    steps: list[tuple[list[int], list[int], list[int]]] = [
+        ([], [1, 5], []),
+        ([1], thinking, []),
+        ([7, 5], thinking, []),
+        ([2], [3, 4, 5], []),
+        ([4], [5], [5, 6]),
+        ([5], [6], [6]),
+    ]
+
+    def require(allowed: list[int], forced: list[int]) -> None:
+        assert np.flatnonzero(matcher.allowed()).tolist() == allowed
+        assert matcher.forced(9) == forced
+
+    for tokens, *expected in steps:
+        assert all(map(matcher.advance, tokens))
+        require(*expected)
+        assert not matcher.advance(0), "EOS"
+    for (tokens, *_), (_, *expected) in zip(steps[:0:-1], steps[-2::-1], strict=True):
+        matcher.retreat(len(tokens))
+        require(*expected)
+    assert all(map(matcher.advance, [1, 7, 5, 2, 4, 5]))
+    matcher.retreat(3)  # from the grammar into the thinking
+    require(thinking, [])
 
 
 def test_a_grammar_begins_at_once_where_nothing_is_thought() -> None:

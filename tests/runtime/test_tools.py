@@ -295,6 +295,12 @@ def test_broken_parameters_stay_text() -> None:
         assert joined(parts + rest) == (content, [ToolCall("f", arguments)])
 
 
+def test_white_space_at_the_end_stays_where_nothing_is_called() -> None:
+    assert parse_calls("Yes. \n", "hermes") == ("Yes. \n", [])
+    called = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert parse_calls(f"Look: {called} Done. \n", "hermes")[0] == "Look:\nDone."
+
+
 def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
     """So do those after them in a list; the answer's other calls are read."""
     offered = [{"function": {"name": WEATHER.name}}]

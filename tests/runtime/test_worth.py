@@ -71,7 +71,7 @@ def test_growing_node_by_node_stops_where_no_further_node_can_pay(seed: int) -> 
     rng = np.random.default_rng(seed)
     size = 40
     curve = np.sort(rng.uniform(0, 1, (2, 4))).T.tolist() if seed % 2 else []
-    terms = Terms(random_times(rng, size), 0.3, seed % 3 * 0.05, (1.0, 0.6, 1.4)[seed % 3])
+    terms = Terms(random_times(rng, size), 0.3, seed % 3 * 0.05, (1.0, 0.6, 4.0)[seed // 3 % 3])
     grown = Grown(0.001, tuple(tuple(point) for point in curve), terms)
     behind: dict[tuple[int, ...], np.ndarray] = {}
     num_asked = 0

@@ -124,7 +124,7 @@ def _read(architecture: str, values: _Values) -> GGUFVocabulary:
     ends = [token("eos", 2 if is_spm else None), token("eot"), token("eom")]
     bos, pad = token("bos", 1 if is_spm else None), token("padding")
     kinds = _with_marks(tokens, kinds, merges, template or "", (*ends, bos, pad))
-    ends += [i for i in map(tokens.index, TURN_ENDS & set(tokens)) if kinds[i] != NORMAL]
+    ends += [i for i in sorted(map(tokens.index, TURN_ENDS & set(tokens))) if kinds[i] != NORMAL]
     found = GGUFVocabulary(
         tokens=tokens,
         kinds=kinds,

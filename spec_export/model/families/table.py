@@ -14,7 +14,6 @@ from spec_export.model.families.family import (
     ExpertsTable,
     Family,
     Scale,
-    layer_window,
     rope_everywhere,
 )
 from spec_runtime.errors import UnsupportedModelError
@@ -44,11 +43,7 @@ STABLELM = Family(
 # OLMo of 2024: Llama's layer with layer norms that have no weights.
 OLMO = Family(norm="layer", has_norm_weights=False, eps=1e-5)
 # SmolLM3: Llama's layer, every fourth one without rotation.
-SMOLLM3 = Family(
-    rope=lambda raw, layer: bool(raw.no_rope_layers[layer]),
-    window=lambda raw, layer: layer_window(raw, layer) if raw.use_sliding_window else None,
-    reads=("no_rope_layers",),
-)
+SMOLLM3 = Family(rope=lambda raw, layer: bool(raw.no_rope_layers[layer]), reads=("no_rope_layers",))
 # Hunyuan: Llama's layer, with a norm over each head after the rotation.
 HUNYUAN_V1_DENSE = Family(
     q_norm="self_attn.query_layernorm",

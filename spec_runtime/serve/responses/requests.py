@@ -235,7 +235,7 @@ def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[
             text, name = _text_of(item.get("output"), place), item.get("call_id", item.get("id"))
             found.append({"role": "tool", "tool_call_id": name, "content": text})
         elif kind == "reasoning":
-            thoughts += _thinking_of(item)
+            thoughts = _lines(thoughts, _thinking_of(item))
         elif SERVERS_CALLS.fullmatch(str(kind)):
             continue
         else:
@@ -247,9 +247,14 @@ def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[
             )
         if thoughts and kind != "reasoning":
             if found[-1]["role"] == "assistant":
-                found[-1]["reasoning_content"] = thoughts
+                said = found[-1].get("reasoning_content")
+                found[-1]["reasoning_content"] = _lines(said, thoughts)
             thoughts = ""
     return found
+
+
+def _lines(*texts: str | None) -> str:
+    return "\n".join(filter(None, texts))
 
 
 def encrypted(thinking: str) -> str:
