@@ -20,6 +20,7 @@ import host_tensorrt as host
 import numpy as np
 import pytest
 from host_cuda import CAPABILITY, HostCuda, step_feeds, view
+from small import known, raising
 from workshop import Workshop
 
 import spec_runtime
@@ -409,10 +410,8 @@ def test_damaged_kernels_are_compiled_again(
 def test_kernels_need_no_cache_folder(
     folder: Path, runtime: HostCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_folder() -> Path:
-        raise ValueError("got neither XDG_CACHE_HOME nor a home folder")
-
-    monkeypatch.setattr(tensorrt_kernels, "cache_folder", no_folder)
+    homeless = raising(ValueError("got neither XDG_CACHE_HOME nor a home folder"))
+    monkeypatch.setattr(tensorrt_kernels, "cache_folder", homeless)
     run_three_shapes(folder)
     assert kernel_files(tmp_path) == []
 
@@ -426,8 +425,7 @@ def test_other_gpus_and_plans_have_other_files(tmp_path: Path, monkeypatch: Any)
         kernels_path(plan(version="1.8.0"), "NVIDIA L4"),
     ]
     assert len(set(paths)) == 4
-    strange = kernels_path(plan(), "../../x\n" + "y" * 200)
-    assert strange is not None
+    strange = known(kernels_path(plan(), "../../x\n" + "y" * 200))
     assert strange.parent == tmp_path / "specsplit/tensorrt"
     assert len(strange.name) < 200
 
