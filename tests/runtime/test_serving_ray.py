@@ -191,7 +191,7 @@ def bodies(number: int, first_seed: int) -> list[dict[str, Any]]:
     return [
         {
             "prompt": f"prompt {first_seed + i}",
-            "max_tokens": 150,
+            "max_tokens": 300,
             "temperature": 0 if i % 3 == 0 else 0.9,
             "seed": first_seed + i,
             "ignore_eos": True,
@@ -366,7 +366,7 @@ def test_a_full_queue_is_503(url: str, client: Any) -> None:
 
 def test_a_stop_finishes_what_replicas_have(client: Any, bundle: Path) -> None:
     """The last test here: it deletes the application while an answer is written."""
-    body = {**LONG, "max_tokens": 800}
+    body = {**LONG, "max_tokens": 2000}
     (expected,) = expected_texts(bundle, [body])
     stream = Stream()
     with ThreadPoolExecutor(1) as pool:

@@ -20,7 +20,7 @@ import host_tensorrt as host
 import numpy as np
 import pytest
 from host_cuda import CAPABILITY, HostCuda, step_feeds, view
-from small import known, raising
+from small import known
 from workshop import Workshop
 
 import spec_runtime
@@ -410,8 +410,10 @@ def test_damaged_kernels_are_compiled_again(
 def test_kernels_need_no_cache_folder(
     folder: Path, runtime: HostCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    homeless = raising(ValueError("got neither XDG_CACHE_HOME nor a home folder"))
-    monkeypatch.setattr(tensorrt_kernels, "cache_folder", homeless)
+    def no_folder() -> Path:
+        raise ValueError("got neither XDG_CACHE_HOME nor a home folder")
+
+    monkeypatch.setattr(tensorrt_kernels, "cache_folder", no_folder)
     run_three_shapes(folder)
     assert kernel_files(tmp_path) == []
 
