@@ -244,23 +244,23 @@ def test_costs_of_a_far_context_that_was_slow_stay_positive() -> None:
     assert min(costs.step_ms(4)) > 0
 
 
-def lock_of(path: Path) -> Path:
+def lock(path: Any) -> Any:
     return path.with_name(f".{path.name}.lock")
 
 
-IN_ITS_PLACE: dict[str, Callable[[Path], object]] = {
+IN_ITS_PLACE: dict[str, Callable[[Any], object]] = {
     "a folder": lambda path: (path / "x").mkdir(parents=True),
     "a loop of links": lambda path: path.symlink_to(path),
     "a pipe": os.mkfifo,
     "an unreadable file": lambda path: (path.write_text("{}"), path.chmod(0)),
-    "an endless file": lambda path: (path.touch(), os.truncate(path, MOST_BYTES + 1)),
+    "an endless file": lambda path: path.write_bytes(bytes(MOST_BYTES + 1)),
     "nested": lambda path: path.write_text("[" * 100_000),
     "not a number": lambda path: path.write_text('{"key": NaN}'),
     "not UTF-8": lambda path: path.write_bytes(b'{"key": "\xff"}'),
-    "a folder for a lock": lambda path: (path.write_text("{"), lock_of(path).mkdir()),
+    "a folder for a lock": lambda path: (path.write_text("{"), lock(path).mkdir()),
     "a loop for a lock": lambda path: (
         path.write_text("{"),
-        lock_of(path).symlink_to(lock_of(path)),
+        lock(path).symlink_to(lock(path)),
     ),
     "a file for the folder": lambda path: (path.parent.rmdir(), path.parent.write_text("")),
     "a loop for the folder": lambda path: (
