@@ -34,6 +34,7 @@ from spec_runtime.trees.templates import paths_of
 
 DEFAULT_BUDGET = Budget(max_nodes=12)
 DEFAULT_LOOKUP_NODES = 6
+KEPT_TOKENS, MOST_KEPT_BYTES = 8192, 1 << 30  # of earlier conversations, where kept_mb is None
 
 log = logging.getLogger("spec_runtime")
 
@@ -52,7 +53,8 @@ class LoadOptions(Runtime):
 
     map_weights: weights are packed for this CPU; the engines of one process share them without it.
     CPU only. kept_mb: what was used least recently goes first. A conversation that goes on, or
-    shares a beginning, then needs not be read again. Backend "onnxruntime" only.
+    shares a beginning, then needs not be read again. Backend "onnxruntime" only; None keeps what
+    8192 tokens take, at most 1024, where rows can be kept.
     """
 
     drafter: Annotated[
@@ -80,11 +82,12 @@ class LoadOptions(Runtime):
         False
     )
     kept_mb: Annotated[
-        int,
+        int | None,
         Ge(0),
         Option(
             "Megabytes for the KV of earlier conversations, which then go on without being read "
-            "again; how fast an answer comes tells clients whether its prompt was asked before"
+            "again; how fast an answer comes tells clients whether its prompt was asked before",
+            unset="on the CPU what 8192 tokens take, at most 1024",
         ),
     ] = 0
     context: Annotated[
@@ -105,7 +108,7 @@ class LoadArguments(TypedDict, total=False):
     lookup: bool | None
     profile: bool
     strict: bool
-    kept_mb: int
+    kept_mb: int | None
     context: int | None
     verify: bool
 
@@ -150,7 +153,7 @@ def load(
     target = _open_target(bundle, options)
     opener = DrafterOpener(bundle, target, tokenizer, options)
     opened = opener.open(drafter, options.lookup)
-    return Engine(target, tokenizer, opened, opener, options.kept_mb << 20)
+    return Engine(target, tokenizer, opened, opener, _kept_bytes(bundle, target, options.kept_mb))
 
 
 def _shortened(bundle: bundles.Bundle, context: int | None) -> bundles.Bundle:
@@ -176,6 +179,14 @@ def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
         strict_gap=STRICT_GAPS[info.precision] if options.strict else None,
         sampling=backends.open_sampling(bundle, backend, options),
     )
+
+
+def _kept_bytes(bundle: bundles.Bundle, target: Target, kept_mb: int | None) -> int:
+    """Returns how many bytes of earlier conversations are kept, by `kept_mb` of LoadOptions."""
+    if kept_mb is not None:
+        return kept_mb << 20
+    of_tokens = buffer_bytes(bundle.manifest.graphs["target"], KEPT_TOKENS)
+    return min(of_tokens, MOST_KEPT_BYTES) if target.keeps_rows else 0
 
 
 def _capacity(info: bundles.TargetInfo) -> int:
@@ -230,7 +241,7 @@ class DrafterOpener:
         opener._measured = self._measured
         name, _, merged = engine.drafter.partition("+")
         opened = opener.open(name, bool(merged))._replace(budget=engine.budget)
-        kept_bytes = self._options.kept_mb << 20
+        kept_bytes = _kept_bytes(self._bundle, target, self._options.kept_mb)
         return Engine(target, engine.tokenizer, opened, opener, kept_bytes, engine)
 
     def lane_bytes(self, drafter: str) -> int:

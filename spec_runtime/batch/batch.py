@@ -80,6 +80,7 @@ class Batch:
         self._opened_for: WeakKeyDictionary[Call, Future[None]] = WeakKeyDictionary()
         self._lanes = [Lane(engine, k) for k in range(parallel)]
         self._order: list[Lane] = []  # those that answer, the one that began first comes first
+        self._num_begun = 0  # calls
         self._pace = SharedPace()
         self._row_seconds = 0.005  # of a prompt's row, until it is known
         self._cycle_begun, self._cycle_tokens = 0.0, 0  # since the passes before
@@ -133,9 +134,10 @@ class Batch:
         return self._opening[what]
 
     def lane_for(self, call: Call) -> Lane | None:
-        """Returns the free lane that has most of the prompt's rows, or None where the call has to
-        wait: for a lane, or for another to read the same prompt, whose rows it can then copy. It
-        waits for one other only, however many come that begin alike."""
+        """Returns the free lane where least is lost (see `_cost`), and of these the one that has
+        most of the prompt's rows, or None where the call has to wait: for a lane, or for another to
+        read the same prompt, whose rows it can then copy. It waits for one other only, however many
+        come that begin alike."""
         free = [lane for lane in self._lanes if lane.is_free]
         if not free:
             return None
@@ -153,10 +155,22 @@ class Batch:
             is_opening = not self._opened_for[call].done()
         if untaken or self._order or is_opening:
             free = untaken
-        return max(free, key=lambda lane: _least(lane.num_common(call.prompt)), default=None)
+        return min(free, key=lambda lane: self._cost(lane, call.prompt), default=None)
+
+    def _cost(self, lane: Lane, prompt: list[int]) -> tuple[bool, float, int]:
+        """Returns what a call on this lane costs later ones, to be compared: whether the lane has
+        to be opened; the rows that are overwritten, each the less the more calls have begun since
+        that conversation's last one, less those that only this lane spares the call, as none can
+        copy another's; and how few rows it has."""
+        num_common = _least(lane.num_common(prompt))
+        lost = _least(lane.num_held - num_common) / (1 + self._num_begun - lane.begun)
+        spared = 0 if self._engine.target.keeps_rows else num_common
+        return not lane.is_open, lost - spared, -num_common
 
     def begin(self, lane: Lane, owner: Owner, call: Call, observe: Observe | None = None) -> None:
         """Begins to answer a call on a free lane, by the engine that `observe` makes of its own."""
+        self._num_begun += 1
+        lane.begun = self._num_begun
         lane.begin(owner, call, observe, self._pace.first_pause(1 + len(self._order)))
         self._awaited.pop(call, None)
         self._order.append(lane)

@@ -39,6 +39,7 @@ class Lane:
         self.owner: Any = None
         self.pacer = Pacer(PlainProposer())
         self.answering: Answering | None = None
+        self.begun = 0  # which of the batch's calls, counted from 1, was its last
         self._primary, self._number = primary, number
         self._reader: ChunkReader | None = None
 
@@ -86,6 +87,11 @@ class Lane:
     def num_common(self, prompt: list[int]) -> int:
         """Returns how many tokens at the beginning of the prompt this lane has rows of."""
         return self.engine.conversations.num_common(prompt) if self.is_open else 0
+
+    @property
+    def num_held(self) -> int:
+        """Returns how many tokens this lane has rows of."""
+        return self.engine.conversations.num_held if self.is_open else 0
 
     @property
     def is_open(self) -> bool:

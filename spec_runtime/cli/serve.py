@@ -97,7 +97,9 @@ MapWeights = Annotated[
 ]
 
 
-@with_flags(limits=Flags(ServerLimits), loading=options.loading("strict", "map_weights"))
+@with_flags(
+    limits=Flags(ServerLimits), loading=options.loading("strict", "map_weights", kept_mb=None)
+)
 def command(
     limits: dict[str, Any],
     loading: dict[str, Any],

@@ -13,7 +13,8 @@ Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
 
 def plain_message(message: Message) -> Message:
     """Returns a message whose content is a string: parts of kind text are joined. Other keys that
-    say nothing, such as "tool_calls": null or [], are left out, as templates ask for the key.
+    say nothing, such as "tool_calls": null or [], are left out, as templates ask for the key. What
+    an assistant thought, by whatever name a client knows it, is in "reasoning_content".
 
     The content of an assistant's message with tool calls may be None. Raises UserError for a
     message without role and content, for other kinds of content, and for half surrogate pairs.
@@ -37,7 +38,21 @@ def plain_message(message: Message) -> Message:
     for text in (role, content or ""):
         require_characters(text, f"a message of {role!r:.40}")
     said = {key: value for key, value in message.items() if not _is_nothing(value)}
+    if role == "assistant" and (thought := _thought(said)):
+        said["reasoning_content"] = thought
     return {**said, "content": content}
+
+
+def _thought(message: Message) -> str:
+    """Returns what an assistant's message says of its thinking: OpenAI's clients send back what
+    they got as a text or as `reasoning_details`, OpenRouter's list of parts."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(text := message.get(name), str):
+            return text
+    details = message.get("reasoning_details")
+    parts = details if isinstance(details, list | tuple) else ()
+    texts = [part.get("text") or part.get("summary") for part in parts if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _is_nothing(value: Any) -> bool:

@@ -130,6 +130,9 @@ class ResponseReader:
     Example: "Let me", " see. <tool", '_call>{"name": "now", "arguments": {', "}}</tool_call>" give
     the texts "Let me" and " see.", the call "now", and the arguments "{" and "}".
 
+    `spans` say of each part of the last push from which place of the answer to which it stands,
+    where it is thinking or text.
+
     A push takes as long as its own text is, however much came before: what is read is not read
     again, and at most `_MAX_HELD` characters wait for what follows them.
     """
@@ -155,6 +158,7 @@ class ResponseReader:
         self._at = 0  # up to here it is read
         self._is_end = False
         self._parts: list[Part] = []
+        self.spans: list[tuple[int, int]] = []
         # the stretch of thinking or text on its way
         self._kind: Literal["thinking", "text"] = "text"
         self._close = NEVER  # what ends the thinking
@@ -186,7 +190,7 @@ class ResponseReader:
         for token, end in zip(token_ids, text_ends, strict=False):
             if token in self._marks:
                 self._places.add(end - len(self._marks[token]))
-        self._is_end, self._parts = is_end, []
+        self._is_end, self._parts, self.spans = is_end, [], []
         while self._step():
             pass
         if is_end:
@@ -364,9 +368,10 @@ class ResponseReader:
         self._release(end)
         if kind == "thinking":
             self.heads[-1] = (self.heads[-1][0], end)
-            self._parts += self._calls_within(self._text[self.heads[-1][0] :])
+            for part in self._calls_within(self._text[self.heads[-1][0] :]):
+                self._give(*part)
         elif not self._num_calls and not (self._is_new and self._is_later):
-            self._give("text", self._text[self._sent : end])
+            self._give("text", self._text[self._sent : end], self._sent, end)
         self._sent = self._blank = end
 
     def _calls_within(self, thinking: str) -> list[Part]:
@@ -509,9 +514,16 @@ class ResponseReader:
 
     # ---- what comes out ----
 
-    def _give(self, kind: Literal["thinking", "text", "call", "arguments"], text: str) -> None:
+    def _give(
+        self,
+        kind: Literal["thinking", "text", "call", "arguments"],
+        text: str,
+        begin: int = 0,
+        end: int = 0,
+    ) -> None:
         if text:
             self._parts.append(Part(kind, text))
+            self.spans.append((begin, end))
 
     def _release(self, end: int) -> None:
         """Gives out the stretch up to `end`, but for the white space at its end. Before its first
@@ -522,16 +534,13 @@ class ResponseReader:
         self._blank = max(self._blank, end)
         if not said:
             return
-        begin = self._sent
+        begin, end = self._sent, start + len(said)
         if self._is_new and self._is_later:
             begin = self._after(_SPACE, start)
-        self._give(
-            self._kind,
-            "\n" * (self._is_new and self._kind in self._said)
-            + self._text[begin : start + len(said)],
-        )
+        line_break = "\n" * (self._is_new and self._kind in self._said)
+        self._give(self._kind, line_break + self._text[begin:end], begin, end)
         self._said.add(self._kind)
-        self._is_new, self._sent = False, start + len(said)
+        self._is_new, self._sent = False, end
 
 
 def joined(parts: Sequence[Part]) -> tuple[str, list[ToolCall]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -27,21 +28,22 @@ _INSTRUCTIONS = (
 )
 _THINKING = re.compile(r"message(?:\.|\[['\"])thinking\b")
 
-# A conversation and a tool by which a template shows what it can read. Mistral's templates want ids
-# of nine characters.
+# A conversation and a tool by which a template shows what it can read.
 _ASKED = {"role": "user", "content": "a"}
 _VALUES = ("qz7", "qz8")  # no words of a template's own
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # all that Mistral's templates take
 _MORE: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 class Habits(NamedTuple):
     """What a chat template can read: a message without content beside calls, arguments that are
-    objects, several calls in a message, tools without a description, and a message of the
-    system's."""
+    objects, several calls in a message, calls' ids of any length, tools without a description, and
+    a message of the system's."""
 
     no_content: bool
     objects: bool
     several: bool
+    any_ids: bool
     no_description: bool
     system: bool
 
@@ -77,6 +79,7 @@ class ToolPrompter:
         prepared = [*messages]
         if any(message.get("tool_calls") for message in messages):
             prepared = prepared if self.habits.several else _one_by_one(messages)
+            prepared = prepared if self.habits.any_ids else _with_short_ids(prepared)
             prepared = _with_names([self._with_calls(message) for message in prepared])
         if not (self._reads_calls or self._reads_variable or self._reads_message):
             prepared = _with_results_as_text(prepared)
@@ -116,11 +119,17 @@ class ToolPrompter:
         content, objects = next((form for form, n in shown.items() if n == least), forms[0])
         both = self._render([_ASKED, *_called(content, objects, *_VALUES)], [_tool(**_MORE)])
         several = not shown or other in (both or "")
+        any_ids = not shown or one in (
+            self._render(
+                [_ASKED, *_called(content, objects, one, id_of="call_{}")], [_tool(**_MORE)]
+            )
+            or ""
+        )
         whole, bare = (self._render([_ASKED], [each]) for each in (_tool(**_MORE), _tool()))
         system = {"role": "system", "content": "c"}
         alone, told = (self._render(each, None) for each in ([_ASKED], [system, _ASKED]))
         described, system_first = whole is None or bare is not None, not alone or bool(told)
-        return Habits(content, objects, several, described, system_first)
+        return Habits(content, objects, several, any_ids, described, system_first)
 
     def _with_calls(self, message: Message) -> Message:
         """Returns a message whose calls are written as the template reads them."""
@@ -153,11 +162,13 @@ def _tool(name: str = "f", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def _called(no_content: bool, objects: bool, *values: str) -> list[Message]:
+def _called(
+    no_content: bool, objects: bool, *values: str, id_of: str = "abcdefgh{}"
+) -> list[Message]:
     """Returns calls with these values in their arguments, and the results."""
     arguments = [{"key": value} for value in values]
     calls = [
-        {"id": f"abcdefgh{i}", **_tool(arguments=each if objects else json.dumps(each))}
+        {"id": id_of.format(i), **_tool(arguments=each if objects else json.dumps(each))}
         for i, each in enumerate(arguments)
     ]
     said = {"role": "assistant", "content": None if no_content else "", "tool_calls": calls}
@@ -188,6 +199,30 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
                 parted.append(results.pop(found.index(True) if any(found) else 0))
         parted += results
     return parted
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have ids of nine letters and digits, always the same for one
+    id, and whose results name these."""
+
+    def short(identity: Any) -> str:
+        text = str(identity)
+        is_short = _SHORT_ID.fullmatch(text) is not None
+        return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:9]
+
+    found: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list | tuple):
+            known = [
+                {**call, "id": short(call.get("id"))} if isinstance(call, Mapping) else call
+                for call in calls
+            ]
+            message = {**message, "tool_calls": known}
+        elif message["role"] == "tool":
+            message = {**message, "tool_call_id": short(message.get("tool_call_id"))}
+        found.append(message)
+    return found
 
 
 def _with_names(messages: list[Message]) -> list[Message]:

@@ -70,8 +70,8 @@ class Conversations:
             copied = self._copy_of_others(prompt, max(length, kept_length) + MIN_ROWS)
             if copied is not None:
                 kept, kept_length = copied, len(copied.tokens)
-        if is_ours and not self.are_shared and len(self._held) - length >= MIN_ROWS:
-            self._keep()
+        if self.max_bytes and is_ours and len(self._held) - length >= MIN_ROWS:
+            store.add(self._copy(len(self._held)))
         self._prompt = prompt
         if kept is None or kept_length - length < MIN_ROWS:
             # One token fewer: the last row's feature and logits have to be computed anew.
@@ -109,8 +109,6 @@ class Conversations:
         self._answered = []
         self._held = tokens[: self._target.length]
         self._target.rows_of = self._holder = holder
-        if self.are_shared:  # who asks for this conversation next may be on another lane
-            self._keep()
 
     def fail(self) -> None:
         """Notes that the call ended in the midst of a step; no row may be relied on."""
@@ -119,6 +117,11 @@ class Conversations:
     def num_common(self, prompt: Sequence[int]) -> int:
         """Returns how many tokens at the beginning of the prompt have rows in the target."""
         return common_length(self._copyable, prompt)
+
+    @property
+    def num_held(self) -> int:
+        """Returns how many tokens have rows in the target that may be copied."""
+        return len(self._copyable)
 
     @property
     def _is_ours(self) -> bool:
@@ -132,11 +135,6 @@ class Conversations:
         if self._answered:
             return self._answered[: self._target.length]
         return self._held if self._is_ours else []
-
-    def _keep(self) -> None:
-        """Keeps a copy of the last run's rows, where copies are kept."""
-        if self.max_bytes and len(self._held) >= MIN_ROWS:
-            self._store.add(self._copy(len(self._held)))
 
     def _copy_of_others(self, prompt: list[int], at_least: int) -> ConversationRows | None:
         """Returns a copy of the rows of another lane that the prompt begins with, if there are so

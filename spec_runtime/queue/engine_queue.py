@@ -333,6 +333,12 @@ class Job:
         self._post(error)
 
     @property
+    def is_accepted(self) -> bool:
+        """Says whether the calls are made and their grammars compiled."""
+        calls = self._calls
+        return bool(calls) and all(call.is_compiled for call in calls)
+
+    @property
     def num_left(self) -> int:
         """Counts the calls that are answered or have not begun."""
         return self.num_running + len(self.waiting)

@@ -61,6 +61,11 @@ class Answers:
     def results(self) -> list[GenerationResult]:
         return [result for _, result in sorted(self._results.items(), key=lambda item: item[0])]
 
+    @property
+    def is_accepted(self) -> bool:
+        """Says whether the request was found right; it waits then, or is answered."""
+        return self._job.is_accepted
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
         try:
             async for index, chunk in self._job:

@@ -20,7 +20,7 @@ from spec_runtime.files.mapping import brief, expected_by
 from spec_runtime.options import meant_by
 from spec_runtime.queue.admission import QueueFull
 from spec_runtime.serve.ignored import DEFAULTS
-from spec_runtime.serve.openai.schemas import SAMPLED_FIELDS
+from spec_runtime.serve.openai.elsewhere import FORMATS
 
 MAX_MESSAGE = 1200  # characters
 MOST_PROBLEMS = 1000  # of a body, that are looked at
@@ -39,27 +39,37 @@ ANTHROPICS = {
     504: "timeout_error",
 }
 
-# What stands here for fields that other servers have.
-INSTEAD = {
-    **dict.fromkeys(
-        ("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"),
-        "'max_tokens'",
-    ),
-    "max_tokens": "'max_output_tokens'",  # unknown to one API only
-    "repeat_penalty": "'repetition_penalty'",
-    **dict.fromkeys(("stop_strings", "stop_words", "until"), "'stop'"),
-    **dict.fromkeys(("guided_json", "json_schema"), "'response_format' of type 'json_schema'"),
-    **dict.fromkeys(("guided_regex", "guided_choice"), "'response_format' of type 'regex'"),
-    **dict.fromkeys(("guided_grammar", "grammar"), "'response_format' of type 'ebnf'"),
-    "structured_outputs": "'response_format'",
-    "prompt_logprobs": "'echo' with 'logprobs' at /v1/completions",
-    "suffix": "a 'prompt' in the form in which the model fills in text",
-    "return_token_ids": "'/tokenize'",
-    **dict.fromkeys(("draft_model", "speculative_model"), "'drafter'"),
-    "random_seed": "'seed'",
+# Names by which this and other servers know a field, and the fields that may stand for it: an error
+# names the first one that the address takes and the request has not.
+_LENGTH = ("max_tokens", "max_output_tokens")
+_STOP = ("stop", "stop_sequences")
+_FORMAT = ("response_format", "text.format", "output_config.format")
+_SYSTEM = ("instructions", "system", "messages", "prompt")
+_PROMPT = ("messages", "prompt", "input")
+_THINKING = ("reasoning_effort", "reasoning.effort", "thinking", "chat_template_kwargs")
+FIELDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict"), _LENGTH),
+    **dict.fromkeys(("max_tokens", "max_output_tokens", "max_completion_tokens"), _LENGTH),
+    **dict.fromkeys(("stop", "stop_sequences", "stop_strings", "stop_words", "until"), _STOP),
+    **dict.fromkeys(("response_format", "output_config", "output_format"), _FORMAT),
+    **dict.fromkeys((*FORMATS, "structured_outputs", "structural_tag"), _FORMAT),
+    **dict.fromkeys(("system", "instructions", "system_prompt"), _SYSTEM),
+    **dict.fromkeys(("prompt", "messages", "input", "content", "text", "suffix"), _PROMPT),
+    **dict.fromkeys(("think", "enable_thinking", "thinking", "thinking_budget"), _THINKING),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), _THINKING),
+    "repeat_penalty": ("repetition_penalty",),
+    **dict.fromkeys(("logprobs", "top_logprobs"), ("top_logprobs", "logprobs", "include")),
+    **dict.fromkeys(("draft_model", "speculative_model"), ("drafter",)),
+    "random_seed": ("seed",),
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+}
+# What another address has.
+ELSEWHERE = {
+    "prompt_logprobs": "/v1/completions with 'echo' and 'logprobs'",
+    "echo": "/v1/completions",
+    "return_token_ids": "/tokenize",
     "continue_final_message": "/v1/messages, whose last message may begin the answer",
-    **dict.fromkeys(("content", "text"), "'prompt'"),
-    **dict.fromkeys(("functions", "function_call"), "'tools' and 'tool_choice'"),
 }
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -249,16 +259,23 @@ def parsed(kind: type[Model], body: bytes) -> Model:
     """Returns the object that a body of JSON is. Raises ApiError if it is none of this kind, and
     ValueError if it is no JSON."""
     try:
-        return kind.model_validate(json.loads(body))
+        return kind.model_validate(found := json.loads(body))
     except ValidationError as error:
         if (number := error.error_count()) > MOST_PROBLEMS:  # a million would take 10 s to describe
             message = f"got a body with {number} mistakes, expected one that /openapi.json allows"
             raise ApiError(400, message, code="invalid_value") from None
-        raise refusal(error.errors()) from None
+        given = found if isinstance(found, dict) else {}
+        fields = [
+            name
+            for name, field in kind.model_fields.items()
+            if name not in given and field.annotation is not type(None)
+        ]
+        raise refusal(error.errors(), fields) from None
 
 
-def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the error of the first of pydantic's problems, in words like OpenAI's.
+def refusal(problems: Sequence[Mapping[str, Any]], open_fields: Sequence[str] = ()) -> ApiError:
+    """Returns the error of the first of pydantic's problems, in words like OpenAI's. `open_fields`
+    are those that the request could have and has not.
 
     A value that may have several types has a problem with each of them; one that is not about the
     type comes first.
@@ -272,7 +289,7 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == "extra_forbidden":  # the place ends with the unknown field, whatever its name is
         outer, field = _named(place[:-1]), brief(place[-1], 80)
         name = f"{outer}.{field}" if outer else field
-        message = f"Unrecognized request argument supplied: {name}{_instead(name)}"
+        message = f"Unrecognized request argument supplied: {name}{_instead(name, open_fields)}"
         return ApiError(400, message, param=name)
     if kind == "value_error" and not place:  # two fields that do not go together
         return ApiError(400, problem["msg"].removeprefix("Value error, ") + ".")
@@ -282,7 +299,8 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == "missing":
         message = f"Missing required parameter: '{name}'."
         return ApiError(400, message, param=name, code="missing_required_parameter")
-    instead = _instead(name) if kind == "none_required" else ""
+    is_other = kind == "none_required" or (name == "logprobs" and kind == "bool_type")
+    instead = _instead(name, open_fields) if is_other else ""
     expected = expected_by(problem, "null")
     if kind == "value_error":  # of ours: "Value error, expected …"
         expected = problem["msg"].partition(" expected ")[2]
@@ -291,13 +309,17 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, message, param=name, code="invalid_value")
 
 
-def _instead(name: str) -> str:
-    """Returns what an error adds about a field that is known from elsewhere, or misspelt."""
-    if name in INSTEAD:
-        return f"; use {INSTEAD[name]}"
+def _instead(name: str, open_fields: Sequence[str]) -> str:
+    """Returns what an error adds about a field that is known from elsewhere, or misspelt: a field
+    that the request could have."""
+    for field in FIELDS.get(name, ()):
+        if field.partition(".")[0] in open_fields and field != name:
+            return f"; use '{field}'"
+    if name in ELSEWHERE:
+        return f"; use {ELSEWHERE[name]}"
     if name in DEFAULTS:
         return f"; here it is always {json.dumps(DEFAULTS[name])}"
-    meant = meant_by(name, SAMPLED_FIELDS)
+    meant = meant_by(name, open_fields)
     return f"; use '{meant}'" if meant not in (None, name) else ""
 
 

@@ -1,11 +1,13 @@
 """Takes fields of other servers that would change nothing here, and names them in a header of the
-answer: clients and load generators send them to every server."""
+answer, and so the tools that nobody runs here: clients send them to every server."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic.fields import FieldInfo
 from starlette.responses import Response
 
 HEADER = "X-Specsplit-Ignored"
@@ -28,28 +30,22 @@ NO_EFFECT = frozenset(
         "usage",
         "provider",
         "num_draft_tokens",
+        "client_metadata",
+        "max_tool_calls",  # those of the server's own tools
+        "prompt_cache_options",
         "speculative.n_max",
         "speculative.n_min",
         "speculative.p_min",
     )
 )
-# Change nothing where they have these values, other servers' defaults, or are null.
+# Change nothing where they have these values, other servers' defaults, or ask for nothing.
 DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("use_beam_search", "early_stopping", "echo", "continue_final_message"), False),
-    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids"), False),
-    **dict.fromkeys(("return_tokens_as_token_ids", "no_stop_trim", "return_hidden_states"), False),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
     "add_generation_prompt": True,
     **dict.fromkeys(("length_penalty", "typical_p", "tfs_z", "num_beams", "best_of"), 1),
     **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "n_probs"), 0),
     **dict.fromkeys(("no_repeat_ngram_size", "min_keep"), 0),
-    "bad_words": [],
-    "lora": [],
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "documents"), None),
-    **dict.fromkeys(("chat_template", "mm_processor_kwargs", "adapters", "draft_model"), None),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), None),
-    **dict.fromkeys(("structured_outputs", "grammar", "json_schema", "options", "think"), None),
 }
 
 
@@ -60,24 +56,46 @@ class Tolerant(BaseModel):
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
+    @classmethod
+    def rewritten(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the body with the names that the fields have here."""
+        return body
+
+    def left_out(self) -> Iterable[str]:
+        """Returns what else the header names. It is asked once, where the body is read."""
+        return ()
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Adds these names to those of the header, which has each once and only ASCII."""
+        known = self._ignored
+        known += [name for name in dict.fromkeys(names) if name not in known and name.isascii()]
+
     @model_validator(mode="wrap")
     @classmethod
     def _set_aside(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
             return handler(data)
+        data = cls.rewritten(data)
         ignored = [
             name
             for name, value in data.items()
-            if name not in cls.model_fields and changes_nothing(name, value)
+            if _is_unused(cls.model_fields.get(name)) and changes_nothing(name, value)
         ]
         made = handler({name: value for name, value in data.items() if name not in ignored})
-        made._ignored = ignored
+        made.ignore([*ignored, *made.left_out()])
         return made
 
 
+def _is_unused(field: FieldInfo | None) -> bool:
+    """Says whether a field is unknown, or known as one that has to be null."""
+    return field is None or field.annotation is type(None)
+
+
 def changes_nothing(name: str, value: Any) -> bool:
-    """Says whether a field of another server would change nothing with this value."""
-    return name in NO_EFFECT or (name in DEFAULTS and value in (None, DEFAULTS[name]))
+    """Says whether a field of another server would change nothing with this value, as none does
+    that is null, false or empty."""
+    asks_nothing = value is None or value is False or value in ([], {})
+    return name in NO_EFFECT or asks_nothing or (name in DEFAULTS and value == DEFAULTS[name])
 
 
 def noted(response: Response, body: Tolerant) -> Response:

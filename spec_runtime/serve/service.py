@@ -35,8 +35,8 @@ from spec_runtime.serve.metrics import Metrics
 from spec_runtime.serve.openai.replies import Echo, TokenTexts, is_small
 from spec_runtime.serve.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
 from spec_runtime.serve.openai.writers import ChatWriter, ChoicesReply, CompletionWriter, Reply
-from spec_runtime.serve.responses.replies import ResponseReply
-from spec_runtime.serve.responses.requests import ResponsesRequest, messages_of
+from spec_runtime.serve.responses.replies import ResponseReply, Shape
+from spec_runtime.serve.responses.requests import ENCRYPTED, ResponsesRequest, messages_of
 from spec_runtime.serve.responses.store import ResponseStore
 from spec_runtime.serve.settings import Settings
 from spec_runtime.serve.streams import EventStream, unless_gone
@@ -120,7 +120,8 @@ class Service:
                 self.kept.keep(response, messages_of(response["output"], messages))
 
         texts = TokenTexts(self.engine.tokenizer, frozenset(self._eos))
-        reply = ResponseReply(self.settings.name, body.repeated(), texts, keep)
+        shape = Shape(body.known_tools, body.has_summary, ENCRYPTED in (body.include or ()))
+        reply = ResponseReply(self.settings.name, body.repeated(), texts, keep, shape)
         return await self._chat(body, request, reply, as_chat, field="input")
 
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
@@ -167,6 +168,9 @@ class Service:
         fields."""
         codec = self.engine.tokenizer
         family = "" if codec.template is None else codec.template.tool_family
+        if codec.template is not None:
+            unread = (asked.chat_template_kwargs or {}).keys() - codec.template.variables
+            asked.ignore(f"chat_template_kwargs.{name}" for name in sorted(unread))
 
         def prepare() -> list[Call]:
             body = as_chat()
@@ -250,7 +254,7 @@ class Service:
             answers.close()
             _note_results(request, answers)
 
-        return EventStream(events, close)
+        return EventStream(events, close, lambda: answers.is_accepted)
 
     async def _answer(
         self,

@@ -10,7 +10,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from spec_runtime.serve.errors import RESPONSES, ApiError, ClientGone, body_of, dumped
+from spec_runtime.serve.errors import MESSAGES, RESPONSES, ApiError, ClientGone, body_of, dumped
+
+LOOK_SECONDS = 0.25  # until the headers of a stream go out before its first event
+PING_SECONDS = 10.0
+PING = ": ping\n\n"  # a comment, which clients skip
 
 Work = TypeVar("Work")
 
@@ -18,18 +22,27 @@ Work = TypeVar("Work")
 class EventStream(Response):
     """Sends server-sent events, and ends with the client.
 
-    Headers go out with the first event: what fails before becomes an ordinary error response, and
-    what fails later the stream's last event, so that no stream ends early in silence. `close` is
-    called in any case.
+    Headers go out with the first event, or before it once `is_accepted` says that the request was
+    found right; a ping then follows from time to time, so that neither client nor proxy gives up
+    while a long prompt is read. What fails before the headers becomes an ordinary error response,
+    and what fails later the stream's last event, so that no stream ends early in silence. `close`
+    is called in any case.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        close: Callable[[], None],
+        is_accepted: Callable[[], bool],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._is_accepted = is_accepted
+        self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -41,21 +54,39 @@ class EventStream(Response):
             self._close()  # also where the client left before the first event
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        has_started = False
         try:
+            await self._send(send, await self._first_event(scope["path"], send))
             async for event in self._events:
-                if not has_started:
-                    has_started = True
-                    start = {"type": "http.response.start", "status": 200}
-                    await send({**start, "headers": self.raw_headers})
-                await send(_body(event))
+                await self._send(send, event)
         except ApiError as error:
-            if not has_started:
+            if not self._has_started:
                 raise
             scope["log"]["error"] = error.code
             await send(last_event(error, scope["path"]))
         else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(_body("", more=False))
+
+    async def _first_event(self, path: str, send: Send) -> str:
+        """Returns the first event; sends pings until it is there."""
+        first = asyncio.ensure_future(anext(self._events))
+        seconds = LOOK_SECONDS
+        try:
+            while not (await asyncio.wait((first,), timeout=seconds))[0]:
+                if self._is_accepted():
+                    seconds = PING_SECONDS
+                    is_typed = path == MESSAGES
+                    await self._send(send, typed_event_of({"type": "ping"}) if is_typed else PING)
+            return first.result()
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    async def _send(self, send: Send, event: str) -> None:
+        if not self._has_started:
+            self._has_started = True
+            start = {"type": "http.response.start", "status": 200}
+            await send({**start, "headers": self.raw_headers})
+        await send(_body(event))
 
 
 def _body(text: str, more: bool = True) -> dict[str, object]:

@@ -157,7 +157,8 @@ class Chat(Api):
         message: Object = {"role": "assistant", "content": "", "refusal": None}
         calls: list[Any] = []
         for delta in (each["delta"] for each in rest):
-            for key in {"content", "reasoning_content"} & delta.keys():
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for key in {"content", "reasoning_content", "reasoning"} & delta.keys():
                 message[key] = message.get(key, "") + delta[key]
             for call in delta.get("tool_calls", ()):
                 index, function = call.pop("index"), call["function"]
@@ -197,7 +198,9 @@ class Chat(Api):
 
     def written(self, result: GenerationResult, size: int) -> list[Said]:
         writer = ChatWriter("toy", TEXTS)
-        parts = [part for each in chunks_of(result, size) for part in writer.parts(0, each)]
+        parts = [
+            part for each in chunks_of(result, size) for part in writer.parts(0, each, result.form)
+        ]
         whole = ChatWriter("toy", TEXTS).whole(0, result)
         found = [self.read({"choices": [each]}) for each in (self.choice_of(parts), whole)]
         found[0].events = parts

@@ -24,6 +24,7 @@ from toy_engine import make_engine  # noqa: E402
 
 from spec_runtime import Chunk, Engine, GenerationResult  # noqa: E402
 from spec_runtime.dialogue.chat_template import ChatTemplate  # noqa: E402
+from spec_runtime.serve import streams  # noqa: E402
 from spec_runtime.serve.app import make_app  # noqa: E402
 from spec_runtime.serve.models import models_of  # noqa: E402
 from spec_runtime.serve.processes import bind, make_config  # noqa: E402
@@ -40,6 +41,7 @@ PERSON = {
     "additionalProperties": False,
 }
 SMALL_BUFFER = 4096  # bytes of a socket's
+streams.LOOK_SECONDS = PATIENCE  # no header goes out before what it depends on, on any machine
 
 
 def toy_engine(max_length: int = 400) -> Engine:

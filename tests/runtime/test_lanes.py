@@ -220,6 +220,37 @@ def test_a_prompt_that_another_lane_reads_is_copied(drafter: str, options: dict[
         assert result.token_ids == alone.token_ids
 
 
+@pytest.mark.parametrize(("num_lanes", "kept_bytes"), [(3, 0), (1, 1 << 20)])
+def test_a_conversation_outlives_others_that_begin_alike(num_lanes: int, kept_bytes: int) -> None:
+    """Other requests with the same system prompt go to idle lanes, and when there is none those
+    that are short and old give way first."""
+    engine = keeping("parallelspec", kept_bytes=kept_bytes)
+    batch = Batch(engine, num_lanes)
+    system = random_prompt(0, length=60)
+    talk = [*system, *random_prompt(1, length=300)]
+    calls = [engine.prepare(each, max_new_tokens=5) for each in (talk, *"ab"[: num_lanes - 1])]
+    talk += results_of(batch, calls)[0].token_ids
+    for seed in range(6):
+        other = engine.prepare([*system, *random_prompt(9 + seed, length=60)], max_new_tokens=5)
+        (result,) = results_of(batch, [other])
+        assert result.usage.reused_tokens == len(system) - 1
+    again = engine.prepare([*talk, *random_prompt(2, length=9)], max_new_tokens=5)
+    (result,) = results_of(batch, [again])
+    assert result.usage.reused_tokens >= len(talk) - 2
+
+
+def test_conversations_that_nobody_goes_on_with_give_way() -> None:
+    engine = keeping("parallelspec", kept_bytes=0)
+    batch = Batch(engine, 2)
+    long = [random_prompt(seed, length=300) for seed in (1, 2)]
+    results_of(batch, [engine.prepare(each, max_new_tokens=5) for each in long])
+    for turn in range(12):
+        talk = random_prompt(3 + turn, length=60)
+        results_of(batch, [engine.prepare(talk, max_new_tokens=5)])
+    held = sorted(len(lane.engine.conversations._held) for lane in batch._lanes)
+    assert held[-1] < 300, "sooner or later both are older than they are long"
+
+
 def test_rows_are_not_copied_where_a_call_forbids_it() -> None:
     engine = keeping("none", kept_bytes=0)
     prompt = random_prompt(3, length=90)

@@ -44,8 +44,13 @@ def read(
 ) -> tuple[str, str, list[tuple[str, Any]]]:
     """Returns thinking, text and calls of an answer that comes in these pieces."""
     reader = ResponseReader(template, TOOLS, **options)
-    parts = [part for piece in pieces for part in reader.push(piece)]
-    parts += reader.push("", is_end=True)
+    parts, answer = [], "".join(pieces)
+    for number, piece in enumerate([*pieces, ""]):
+        new = reader.push(piece, is_end=number == len(pieces))
+        for part, (begin, end) in zip(new, reader.spans, strict=True):
+            stands = answer[begin:end]
+            assert part.kind in ("call", "arguments") or part.text in (stands, f"\n{stands}")
+        parts += new
     thinking = "".join(part.text for part in parts if part.kind == "thinking")
     text, calls = joined(parts)
     return thinking, text, [(call.name, json.loads(call.arguments_json)) for call in calls]

@@ -20,7 +20,9 @@ from served import (
     CHAT,
     COMPLETIONS,
     HELLO,
+    MESSAGES,
     PATIENCE,
+    RESPONSES,
     GatedRuns,
     events,
     held,
@@ -39,7 +41,7 @@ from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.loop.call import Call
 from spec_runtime.queue.admission import Admission
 from spec_runtime.queue.engine_queue import EngineQueue
-from spec_runtime.serve import service
+from spec_runtime.serve import service, streams
 from spec_runtime.serve.answers import Answers
 from spec_runtime.serve.errors import ApiError, as_api_error, response
 from spec_runtime.serve.metrics import Metrics
@@ -209,6 +211,51 @@ def test_a_disconnect_ends_the_answer_within_a_step(path: str, body: dict[str, A
         runs.let_through()
         assert client.post(COMPLETIONS, json={**BODY, "max_tokens": 1}).status_code == 200
         assert runs.num_begun == 3, "the step that ran when the client left was its last"
+
+
+@pytest.mark.parametrize(
+    ("path", "ping"),
+    [
+        (COMPLETIONS, ": ping"),
+        (RESPONSES, ": ping"),
+        (MESSAGES, 'event: ping\ndata: {"type":"ping"}'),
+    ],
+)
+def test_a_stream_has_headers_and_pings_while_its_prompt_is_read(
+    path: str, ping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(streams, "PING_SECONDS", 0.01)
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: BODY,
+        RESPONSES: {"input": "hello", "max_output_tokens": 30},
+        MESSAGES: {"messages": HELLO, "max_tokens": 30},
+    }
+    body = {**bodies[path], "stream": True}
+    with held() as (_, client, runs), client.stream("POST", path, json=body) as reply:
+        assert reply.status_code == 200
+        lines = reply.iter_lines()
+        pings = ping.splitlines()
+        for _ in range(2):
+            assert [next(lines) for _ in (*pings, "")] == [*pings, ""]
+        runs.let_through()
+        rest = [line for line in lines if line and line not in pings]
+    assert len(rest) > 4
+
+
+def test_what_is_refused_late_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No header goes out before the request was found right, however long that takes."""
+    monkeypatch.setattr(streams, "LOOK_SECONDS", 0.01)
+    engine = toy_engine()
+    encode = engine.encode
+
+    def encode_later(prompt: Prompt, *arguments: Any, **options: Any) -> list[int]:
+        time.sleep(0.1)
+        return encode(prompt, *arguments, **options)
+
+    monkeypatch.setattr(engine, "encode", encode_later)
+    with served(engine, max_prompt=3) as server, server.client() as client:
+        assert client.post(COMPLETIONS, json=STREAM).status_code == 400
 
 
 def test_a_slow_reader_holds_up_nobody() -> None:

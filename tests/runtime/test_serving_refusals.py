@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 from apis import APIS, COMPLETIONS_API, FUNCTION, Api
+from pydantic import BaseModel
 from served import CHAT, COMPLETIONS, HELLO, MESSAGES, in_process
+
+from spec_runtime.serve.anthropic.requests import MessagesRequest
+from spec_runtime.serve.errors import FIELDS as FIELDS_ELSEWHERE
+from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
+from spec_runtime.serve.responses.requests import ResponsesRequest
 
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
 JSON = {"Content-Type": "application/json"}
@@ -59,7 +65,6 @@ COUNTED: list[Row] = [
     (said({**RESULT, "content": 3}), None, "expected a text or blocks"),
     (said({**RESULT, "content": ["x"]}), None, "expected a text or blocks"),
     ({"system": [IMAGE]}, None, "system[0]"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, None, "web_search"),
     ({"tools": [{"name": "look up", "input_schema": {}}]}, None, "look up"),
     ({"tools": [{"name": "look_up"}]}, None, "input_schema"),
     ({"tools": [{"input_schema": {}}]}, None, "tools[0].name"),
@@ -79,7 +84,7 @@ REFUSED: dict[Api, list[Row]] = {
         ({"colour": 1}, "colour", None),
         ({"max-tokens": 3}, "max-tokens", None),
         ({"str": 3}, "str", None),
-        ({"functions": []}, "functions", VALUE),
+        ({"functions": [1]}, "functions", VALUE),
         (
             {"stream": True, "stream_options": {"usage please": True}},
             *("stream_options.usage please", None),
@@ -103,7 +108,9 @@ REFUSED: dict[Api, list[Row]] = {
         ({"temprature": 1}, "temprature", None),
         ({"typical_p": 0.9}, "typical_p", None),
         ({"draft_model": "small"}, "draft_model", None),
-        ({"guided_json": {}}, "guided_json", None),
+        ({"guided_json": True, "response_format": {"type": "text"}}, "guided_json", None),
+        ({"guided_choice": "ab"}, None, "expected a list of texts"),
+        ({"structured_outputs": {"regex": "a", "json": True}}, "structured_outputs", None),
         (
             {"max_tokens": 1, "max_completion_tokens": 1},
             None,
@@ -117,8 +124,9 @@ REFUSED: dict[Api, list[Row]] = {
         ({"modalities": ["audio"]}, "modalities[0]", VALUE),
         ({"model": "gpt"}, "model", "model_not_found"),
         ({"drafter": "hydra"}, "drafter", "unknown_drafter"),
-        ({"tools": [{"type": "custom"}]}, "tools", VALUE),
-        ({"tool_choice": "auto"}, None, "only allowed when 'tools' are specified."),
+        ({"tools": [{"type": "function"}]}, "tools", VALUE),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "any"}, "tools": [{}]}, None, "a mode"),
+        ({"tool_choice": "any"}, None, "only allowed when 'tools' are specified."),
     ],
     COMPLETIONS_API: [
         ({"temperature": 2.5}, "temperature", VALUE),
@@ -163,12 +171,12 @@ REFUSED: dict[Api, list[Row]] = {
         ({"input": LONG}, "input", LENGTH),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_not_found"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "response_not_found"),
-        ({"tools": [{"type": "web_search"}]}, "tools", VALUE),
+        ({"tools": [{"name": "x"}]}, None, "expected one with a type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools", VALUE),
         ({"tool_choice": "required"}, None, "only allowed when 'tools' are specified."),
         ({"top_logprobs": 2}, None, f"only allowed when 'include' has '{LOGPROBS}'"),
         ({"background": True}, "background", VALUE),
-        ({"truncation": "auto"}, "truncation", VALUE),
+        ({"truncation": "x"}, "truncation", VALUE),
         ({"conversation": "c"}, "conversation", VALUE),
         ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs", VALUE),
         ({"max_output_tokens": 0}, "max_output_tokens", VALUE),
@@ -184,14 +192,13 @@ REFUSED: dict[Api, list[Row]] = {
         ({"max_tokens": None}, None, "max_tokens"),
         ({"max_tokens": 0}, None, "max_tokens"),
         ({"temperature": 1.5}, None, "temperature"),
-        ({"top_k": -1}, None, "top_k"),
+        ({"top_k": -2}, None, "top_k"),
         ({"top_p": 2}, None, "top_p"),
         ({"stop_sequences": "x"}, None, "stop_sequences"),
         ({"stop_sequences": [""]}, None, "stop_sequences"),
         ({"stop_sequences": 65 * ["x"]}, None, "stop_sequences"),
         ({"stream": "yes"}, None, "stream"),
         ({"container": "c"}, None, "container"),
-        ({"seed": 3}, None, "seed"),
         ({"messages": [{"role": "user", "content": LONG}]}, None, "prompt is too long"),
         ({"messages": [{"role": "user", "content": "x" * 900}]}, None, "prompt is too long"),
     ],
@@ -272,19 +279,27 @@ UNKNOWN = "Unrecognized request argument supplied: "
 # One sentence of each kind.
 SENTENCES: list[tuple[Api, dict[str, Any], str]] = [
     (CHAT_API, {"colour": 1}, f"{UNKNOWN}colour"),
-    (CHAT_API, {"temprature": 1}, f"{UNKNOWN}temprature; use 'temperature'"),
-    (CHAT_API, {"n_predict": 4}, f"{UNKNOWN}n_predict; use 'max_tokens'"),
-    (RESPONSES_API, {"max_tokens": 4}, f"{UNKNOWN}max_tokens; use 'max_output_tokens'"),
+    (CHAT_API, {"presence_penality": 1}, f"{UNKNOWN}presence_penality; use 'presence_penalty'"),
+    (CHAT_API, {"stop_words": "a"}, f"{UNKNOWN}stop_words; use 'stop'"),
+    (
+        RESPONSES_API,
+        {"reasoning_effort": "low"},
+        f"{UNKNOWN}reasoning_effort; use 'reasoning.effort'",
+    ),
     (CHAT_API, {"typical_p": 0.9}, f"{UNKNOWN}typical_p; here it is always 1"),
-    (MESSAGES_API, {"seed": 3}, f"{UNKNOWN}seed"),
+    (MESSAGES_API, {"n": 3}, f"{UNKNOWN}n"),
     (CHAT_API, {"messages": []}, "Invalid 'messages': got [], expected 1 or more items."),
     (CHAT_API, {"temperature": 3}, "Invalid 'temperature': got 3, expected at most 2."),
     (CHAT_API, {"stream": "yes"}, "Invalid 'stream': got 'yes', expected bool."),
-    (RESPONSES_API, {"truncation": "x"}, "Invalid 'truncation': got 'x', expected 'disabled'."),
+    (
+        RESPONSES_API,
+        {"truncation": "x"},
+        "Invalid 'truncation': got 'x', expected 'auto' or 'disabled'.",
+    ),
     (
         CHAT_API,
-        {"functions": []},
-        "Invalid 'functions': got [], expected null; use 'tools' and 'tool_choice'.",
+        {"functions": [1]},
+        "Invalid 'functions': got [1], expected null; use 'tools'.",
     ),
     (
         CHAT_API,
@@ -307,6 +322,33 @@ SENTENCES: list[tuple[Api, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("api", "more", "sentence"), SENTENCES)
 def test_a_sentence_of_each_kind(client: Any, api: Api, more: Any, sentence: str) -> None:
     assert api.error(asked(client, api, {**api.body(), **more}))["message"] == sentence
+
+
+def test_a_hint_names_a_field_that_the_address_takes(client: Any) -> None:
+    """Of every field of the four schemas, sent to each address, and of those of other servers; a
+    hint is about a field that the request has not, and following it leads to no other hint."""
+    kinds: dict[Api, type[BaseModel]] = {
+        CHAT_API: ChatRequest,
+        COMPLETIONS_API: CompletionRequest,
+        RESPONSES_API: ResponsesRequest,
+        MESSAGES_API: MessagesRequest,
+    }
+    names = {*FIELDS_ELSEWHERE}.union(*(kind.model_fields for kind in kinds.values()))
+    num_hints = 0
+    for api, kind in kinds.items():
+        body = api.body()
+        for name in sorted(names):
+            reply = client.post(api.path, json={**body, name: 7})
+            if reply.status_code == 200:
+                continue
+            for hint in re.findall(r"; use '([\w.]+)'", api.error(reply)["message"]):
+                field = hint.partition(".")[0]
+                assert field in kind.model_fields, (api.name, name, hint)
+                assert kind.model_fields[field].annotation is not type(None), (api.name, name, hint)
+                assert field not in body, (api.name, name, hint)
+                assert field != name, (api.name, name, hint)
+                num_hints += 1
+    assert num_hints > 60
 
 
 def test_a_field_that_is_missing(client: Any) -> None:

@@ -15,11 +15,13 @@ from spec_runtime import Chunk, Engine, GenerationResult, Stats
 from spec_runtime.cli.options import template_kwargs
 from spec_runtime.cli.terminal import AnswerPrinter
 from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.messages import plain_message
 from spec_runtime.dialogue.reader import Part, ResponseReader, joined
 from spec_runtime.dialogue.response_template import HARMONY, Tags, tags_of, template_of
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.result import Piece
+from spec_runtime.serve.ignored import HEADER
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")
@@ -77,6 +79,23 @@ class Splitter:
         self.parts += [part for part in parts if part.kind in ("call", "arguments")]
         thinking = "".join(part.text for part in parts if part.kind == "thinking")
         return thinking, joined(parts)[0]
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm."},
+        {"thinking": "Hm."},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "H"}, {"summary": "m."}]},
+        {"reasoning_content": "Hm.", "reasoning": "Oh."},
+    ],
+)
+def test_thinking_is_taken_back_by_each_of_its_names(thought: dict[str, Any]) -> None:
+    said = plain_message({"role": "assistant", "content": "Yes.", **thought})
+    assert said["reasoning_content"] == "Hm."
+    asked = plain_message({"role": "user", "content": "Yes.", **thought})
+    assert asked.get("reasoning_content") == thought.get("reasoning_content")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
@@ -377,12 +396,16 @@ def test_requests_switch_thinking_off(client: Any) -> None:
         assert num_prompt_tokens(client, path, **body) == expected, (path, body)
 
 
-def test_unread_variables_are_refused_by_name(client: Any) -> None:
-    reply = client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": {"think": True}})
-    assert reply.status_code == 400
-    error = reply.json()["error"]
-    assert error["param"] == "chat_template_kwargs"
-    assert "'think', which the chat template does not read, expected enable_th" in error["message"]
+def test_unread_variables_are_left_out_and_named(client: Any) -> None:
+    unread = {"think": True, "enable_thinking": False}
+    for path, body in (
+        (CHAT, {"messages": HELLO}),
+        (RESPONSES, {"input": "hello"}),
+        (MESSAGES, {"messages": HELLO, "max_tokens": 2}),
+    ):
+        reply = client.post(path, json={**body, "chat_template_kwargs": unread})
+        assert reply.status_code == 200
+        assert reply.headers[HEADER] == "chat_template_kwargs.think"
     reply = client.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": 3})
     assert reply.status_code == 400
 

@@ -706,6 +706,34 @@ def test_a_template_that_shows_one_call_a_message_gets_them_one_by_one() -> None
         assert ChatTemplate(source).render(messages[:2]).endswith("[So: UTC][CET][EST]")
 
 
+@pytest.mark.parametrize("ids", [("call_0123456789ab", "toolu_1"), ("fc-1", None), ("abcdefghi",)])
+def test_a_template_that_wants_ids_of_nine_letters_gets_them(ids: tuple[str | None, ...]) -> None:
+    """As Mistral's, to which a server's own ids were errors; results keep their calls."""
+    wants = "{% if ID is not defined or ID is not string or ID | length != 9 %}"
+    wants += "{{ raise_exception('nine, please') }}{% endif %}({{ ID }})"
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        + wants.replace("ID", "c.id")
+        + "{{ c.function.arguments }}{% endfor %}{% elif m.role == 'tool' %}"
+        + wants.replace("ID", "m.tool_call_id")
+        + "{% endif %}{% endfor %}"
+    )
+    calls = [{**CHAT[1]["tool_calls"][0], "id": each} for each in ids]
+    results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in reversed(ids)]
+    messages = [CHAT[0], {**CHAT[1], "tool_calls": calls}, *results]
+    text = ChatTemplate(source).render(messages)
+    shown = re.findall(r"\((\w{9})\)", text)
+    assert shown == [*shown[: len(ids)], *shown[: len(ids)][::-1]]
+    assert len(set(shown)) == len(ids)
+    assert text == ChatTemplate(source).render(messages), "what was read before is not read again"
+    if len(ids) == 1:
+        assert shown == ["abcdefghi"] * 2
+    shows = source.replace("| length != 9", "| length < 1")
+    plain = {"call_0123456789ab", "toolu_1"}
+    if plain == set(ids):
+        assert plain <= set(re.findall(r"\((\w+)\)", ChatTemplate(shows).render(messages)))
+
+
 def test_thinking_before_a_call_is_shown_to_gpt_oss() -> None:
     source = (
         "{% for message in messages %}{% if message.tool_calls %}"

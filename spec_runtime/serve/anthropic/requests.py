@@ -7,7 +7,8 @@ taken and ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ from spec_runtime.serve.openai.schemas import (
     Number,
     Whole,
     has,
+    sampled,
+    sampling_of,
 )
 
 Object = dict[str, Any]
@@ -35,6 +38,7 @@ BLOCKS = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
+SERVERS_BLOCK = re.compile(r"server_tool_use|tool_reference|(?!tool_result)\w+_tool_result")
 MAX_STOPS = 64  # each is looked for after every token
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's words for Anthropic's
 
@@ -50,7 +54,8 @@ class Turn(BaseModel):
 
 
 class Tool(BaseModel):
-    """Holds one tool that the client runs; further keys change nothing."""
+    """Holds one tool. Further keys change nothing; one of another type than custom is run by
+    Anthropic's servers, and by nobody here."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,12 +65,16 @@ class Tool(BaseModel):
     input_schema: Object | None = None
     strict: bool | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Says whether the client runs the tool."""
+        return self.type in (None, "custom")
+
     def as_function(self) -> Object:
-        """Returns the tool in OpenAI's form. Raises UserError for a tool of Anthropic's servers."""
-        if self.type not in (None, "custom") or self.input_schema is None:
+        """Returns the tool in OpenAI's form. Raises UserError for one without a schema."""
+        if self.input_schema is None:
             raise UserError(
-                f"got tool {brief(self.name, 80)} of type {brief(repr(self.type), 80)}, expected "
-                "type 'custom' with an input_schema: this server runs no tools by itself",
+                f"got tool {brief(self.name, 80)} without an input_schema, expected one",
                 param="tools",
             )
         function: Object = {"name": self.name, "parameters": self.input_schema}
@@ -114,6 +123,7 @@ class OutputConfig(BaseModel):
 
     effort: str | None = None
     format: Object | None = None
+    task_budget: Object | None = None  # ignored: it tells Anthropic's models how long to go on
 
 
 class CountRequest(Tolerant):
@@ -143,6 +153,12 @@ class CountRequest(Tolerant):
         if self.tool_choice is not None and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
         return self
+
+    def left_out(self) -> Iterator[str]:
+        yield from (f"tools: {each.type}" for each in self.tools or () if not each.is_ours)
+        contents = (turn.content for turn in self.messages if isinstance(turn.content, list))
+        blocks = (block for content in contents for block in content)
+        yield from (f"tools: {block['type']}" for block in blocks if _is_servers(block))
 
     @property
     def _format(self) -> Object | None:
@@ -178,7 +194,7 @@ class CountRequest(Tolerant):
         return ChatRequest.model_construct(
             model=self.model,
             messages=[ChatMessage(**each) for each in self._chat_messages()],
-            tools=None if self.tools is None else [tool.as_function() for tool in self.tools],
+            tools=[tool.as_function() for tool in self.tools or () if tool.is_ours] or None,
             tool_choice=None if choice is None else choice.as_openais(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
             response_format=None if self._format is None else _response_format(self._format),
@@ -212,6 +228,7 @@ class CountRequest(Tolerant):
         return found
 
 
+@sampled
 class MessagesRequest(CountRequest):
     """Holds the body of a request to /v1/messages."""
 
@@ -219,8 +236,6 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[List[Annotated[str, MinLen(1)]], MaxLen(MAX_STOPS)] | None = None
     stream: Flag | None = None
     temperature: Annotated[Number, Ge(0), Le(1)] | None = None
-    top_p: Annotated[Number, Ge(0), Le(1)] | None = None
-    top_k: Annotated[Whole, Ge(0)] | None = None
     drafter: str | None = None  # an extension, as in OpenAI's form
 
     # Taken as null only.
@@ -234,13 +249,11 @@ class MessagesRequest(CountRequest):
 
     def _said(self) -> Object:
         return {
+            **sampling_of(self),
             "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
             "stream": self.stream,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k or None,  # 0 is off
             "drafter": self.drafter,
+            **({} if self.stop_sequences is None else {"stop": self.stop_sequences}),
         }
 
 
@@ -248,9 +261,16 @@ def _blocks(content: str | list[Object], role: str, place: str) -> list[Object]:
     """Returns a content's blocks, checked; `place` is where they are in the request."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    said = [block for block in content if not _is_servers(block)]
     for number, block in enumerate(content):
-        _check_block(block, BLOCKS[role], f"{place}[{number}]")
-    return content
+        if not _is_servers(block):
+            _check_block(block, BLOCKS[role], f"{place}[{number}]")
+    return said
+
+
+def _is_servers(block: Object) -> bool:
+    """Says whether a block tells of a tool that Anthropic's servers run."""
+    return SERVERS_BLOCK.fullmatch(str(block.get("type"))) is not None
 
 
 def _check_block(block: Object, allowed: tuple[str, ...], place: str) -> None:

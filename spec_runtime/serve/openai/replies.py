@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
-from spec_runtime.dialogue.reader import joined
+from spec_runtime.dialogue.reader import ResponseReader, joined
 from spec_runtime.dialogue.stream import REPLACEMENT, TextStream
+from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.threads import SMALL
 from spec_runtime.text.tokenizer import Codec
 
 Object = dict[str, Any]
+Shown = list[tuple[TokenLogprob, int]]  # tokens, with the places where they begin
 WORD = "a"  # after which a token's text has the space that a first word would lose
 
 
@@ -60,7 +62,7 @@ class ShownTokens:
         self._waiting: deque[tuple[TokenLogprob, int, int]] = deque()  # with its begin and end
         self._end = self._length = 0  # of the tokens, and of the text
 
-    def take(self, chunk: Chunk) -> list[tuple[TokenLogprob, int]]:
+    def take(self, chunk: Chunk) -> Shown:
         """Returns the tokens that a chunk shows, with the places where they begin."""
         self._length += len(chunk.text)
         for entry, end in zip(chunk.logprobs or (), chunk.text_ends, strict=False):
@@ -75,6 +77,43 @@ class ShownTokens:
             if is_shown and entry.token_id not in self._ending:
                 taken.append((entry, begin))
         return taken
+
+
+class ShownParts:
+    """Says which tokens each piece of an answer's text shows. Thinking, calls, and the marks and
+    blanks around them show none."""
+
+    def __init__(self, tokens: ShownTokens) -> None:
+        self._tokens = tokens
+        self._reader: ResponseReader | None = None  # says where each part stands
+        self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
+        self._last = "text"  # the kind of the last part
+
+    def push(self, chunk: Chunk, form: AnswerForm) -> Iterator[tuple[Part, Shown]]:
+        """Yields the parts of a chunk of an answer in this form, each with the tokens that it
+        shows, and a last one without text for tokens that have none."""
+        if chunk.logprobs is None:  # none are asked for
+            yield from ((part, []) for part in chunk.parts)
+            return
+        is_last = chunk.result is not None
+        if self._reader is None:
+            self._reader = form.reader(streams=not (is_last and chunk.token_ids))
+        parts = self._reader.push(chunk.text, is_last, chunk.token_ids, chunk.text_ends)
+        self._waiting.extend(self._tokens.take(chunk))
+        for part, span in zip(parts, self._reader.spans, strict=True):
+            self._last = part.kind
+            yield part, self._within(*span) if part.kind == "text" else []
+        if is_last and self._last == "text" and self._waiting:
+            yield Part("text", ""), [*self._waiting]
+
+    def _within(self, begin: int, end: int) -> Shown:
+        """Returns the tokens that begin in this stretch of the answer."""
+        shown = []
+        while self._waiting and self._waiting[0][1] < end:
+            entry, place = self._waiting.popleft()
+            if place >= begin:
+                shown.append((entry, place))
+        return shown
 
 
 def whole_chunk(result: GenerationResult) -> Chunk:

@@ -25,6 +25,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.options import declared, members_of
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 from spec_runtime.serve.ignored import Tolerant
+from spec_runtime.serve.openai.elsewhere import as_ours, chosen
 
 if TYPE_CHECKING:
     from spec_runtime.dialogue.chat_template import ChatTemplate
@@ -106,14 +107,21 @@ def _in_json(hint: Any) -> Any:
 
 SAMPLED_FIELDS = sampled_fields(SamplingParams)
 
-Model = TypeVar("Model", bound="_Request")
+Model = TypeVar("Model", bound=Tolerant)
 
 
 def sampled(model: type[Model]) -> type[Model]:
-    """Gives a request the fields of SamplingParams."""
+    """Gives a request the fields of SamplingParams that it has not itself."""
     more: dict[str, Any] = {"__base__": model, "__doc__": model.__doc__, "__module__": __name__}
-    made: type[Model] = create_model(model.__name__, **more, **SAMPLED_FIELDS)
+    own = model.model_fields
+    fields = {name: field for name, field in SAMPLED_FIELDS.items() if name not in own}
+    made: type[Model] = create_model(model.__name__, **more, **fields)
     return made
+
+
+def sampling_of(request: BaseModel) -> dict[str, Any]:
+    """Returns a request's fields of SamplingParams."""
+    return {name: getattr(request, name, None) for name in SAMPLED_FIELDS}
 
 
 class StreamOptions(BaseModel):
@@ -141,7 +149,11 @@ class _Request(Tolerant):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    prompt_logprobs: None = None  # see errors.INSTEAD
+    prompt_logprobs: None = None  # see errors.ELSEWHERE
+
+    @classmethod
+    def rewritten(cls, body: dict[str, Any]) -> dict[str, Any]:
+        return as_ours(body)
 
     @model_validator(mode="after")
     def _check_request(self) -> _Request:
@@ -171,8 +183,7 @@ class _Request(Tolerant):
     def sampling(self) -> dict[str, Any]:
         """Returns the options of sampling that the request has, by their names in SamplingParams; a
         temperature left out is 1, as OpenAI's."""
-        own = {name: getattr(self, name) for name in SAMPLED_FIELDS}
-        given = {name: value for name, value in own.items() if value is not None}
+        given = {name: value for name, value in sampling_of(self).items() if value is not None}
         if given.get("top_k", 1) < 1:
             del given["top_k"]
         if "top_p" in given:
@@ -204,13 +215,14 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | List[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Returns the message as the engine takes it; templates know `developer` as `system`."""
+        """Returns the message as the engine takes it: templates know `developer` as `system`, and
+        `function`, as results were sent once, as `tool`."""
         message = {name: value for name, value in self if name in self.model_fields_set}
-        message["role"] = "system" if self.role == "developer" else self.role
+        message["role"] = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message.setdefault("content", None)
         return message
 
@@ -252,8 +264,12 @@ class ChatRequest(_Request):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise UserError("'top_logprobs' is only allowed when 'logprobs' is true")
-        if self.tool_choice is not None and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
+        kinds = (str(each.get("type", "function")) for each in self.tools or ())
+        self.ignore(f"tools: {kind}" for kind in kinds if kind != "function")
+        tools = [each for each in self.tools or () if each.get("type", "function") == "function"]
+        self.tool_choice, self.tools = chosen(self.tool_choice, tools)
         if self.tool_choice not in (None, "none", "auto") and self.min_tokens:
             raise UserError("a 'tool_choice' that asks for a call excludes 'min_tokens'")
         return self
@@ -267,11 +283,12 @@ class ChatRequest(_Request):
         self, template: ChatTemplate | None, thinks: bool | None = None
     ) -> dict[str, Any]:
         """Returns the variables of the chat template: those that the request gives, and before them
-        what its effort, or `thinks`, means to this template. Raises UserError for those that the
-        template does not read."""
+        what its effort, or `thinks`, means to this template. Those that the template does not read
+        are left out. Raises UserError for values that are no JSON."""
         given = self.chat_template_kwargs or {}
         if template is None:
             return given
+        given = {name: value for name, value in given.items() if name in template.variables}
         effort, meant = self.reasoning_effort, dict[str, Any]()
         if effort is not None:
             thinks = effort != NO_EFFORT

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
+from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.answers import Answers
 from spec_runtime.serve.openai.replies import (
     Echo,
     Heading,
     Object,
     ShownCalls,
+    ShownParts,
     ShownTokens,
     TokenTexts,
     counted,
@@ -46,9 +48,9 @@ class Writer(Protocol):
 
     heading: Heading
 
-    def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
-        """Yields the choices that a stream has for this chunk; the last chunk's says why it
-        ended."""
+    def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
+        """Yields the choices that a stream has for this chunk of an answer in this form; the last
+        chunk's says why it ended."""
         ...
 
     def whole(self, index: int, result: GenerationResult) -> Object:
@@ -77,7 +79,7 @@ class ChoicesReply:
         self._num_tokens += len(chunk.token_ids)
         if self._options.continuous_usage_stats:
             more["usage"] = counted(answers.prompt_tokens, self._num_tokens)
-        for choice in self._writer.parts(index, chunk):
+        for choice in self._writer.parts(index, chunk, answers.form):
             yield event_of(self._writer.heading.chunk(choice, **more))
 
     def last_events(self, answers: Answers) -> Iterator[str]:
@@ -95,22 +97,22 @@ class ChatWriter:
         self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._texts = texts
         self._calls: dict[int, ShownCalls] = {}  # of each choice that has begun
-        self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
+        self._shown: dict[int, ShownParts] = defaultdict(self._parts_of_choice)
 
-    def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
+    def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
         if index not in self._calls:
             self._calls[index] = ShownCalls()
             yield self._part(index, {"role": "assistant", "content": ""})
-        shown = self._shown[index].take(chunk)
-        logprobs = self._texts.chat(shown) if shown else None
-        deltas = [self._delta(index, part) for part in chunk.parts]
-        for delta in deltas or [{"content": ""}] * (logprobs is not None):
-            yield self._part(index, delta, logprobs)
-            logprobs = None
+        for part, shown in self._shown[index].push(chunk, form):
+            logprobs = self._texts.chat(shown) if shown else None
+            yield self._part(index, self._delta(index, part), logprobs)
         if chunk.result is not None:
             is_called = self._calls[index].are_whole(chunk.result)
             reason = "tool_calls" if is_called else finish_reason(chunk.result)
             yield {**self._part(index, {}), "finish_reason": reason}
+
+    def _parts_of_choice(self) -> ShownParts:
+        return ShownParts(self._texts.tokens_of_choice())
 
     def _part(self, index: int, delta: Object, logprobs: Object | None = None) -> Object:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
@@ -119,7 +121,7 @@ class ChatWriter:
         if part.kind == "text":
             return {"content": part.text}
         if part.kind == "thinking":
-            return {"reasoning_content": part.text}
+            return _thought(part.text)
         self._calls[index].add(part)
         call: Object = {"function": {"arguments": part.text}}
         if part.kind == "call":
@@ -130,7 +132,7 @@ class ChatWriter:
         reason = finish_reason(result)
         message: Object = {"role": "assistant", "content": result.content, "refusal": None}
         if result.reasoning:
-            message["reasoning_content"] = result.reasoning
+            message |= _thought(result.reasoning)
         if result.tool_calls:
             calls = [
                 {**_begun_call(), "function": {"name": name, "arguments": arguments}}
@@ -138,9 +140,16 @@ class ChatWriter:
             ]
             message |= {"content": result.content or None, "tool_calls": calls}
             reason = "tool_calls"
-        shown = None if result.logprobs is None else _shown(self._texts, result)
-        logprobs = None if shown is None else self._texts.chat(shown)
+        logprobs = None
+        if result.logprobs is not None:
+            parts = self._parts_of_choice().push(whole_chunk(result), result.form)
+            logprobs = self._texts.chat([each for _, shown in parts for each in shown])
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _thought(text: str) -> Object:
+    """Returns thinking by both names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _begun_call() -> Object:
@@ -157,7 +166,7 @@ class CompletionWriter:
         self._echoes = echoes
         self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
-    def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
+    def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
         is_first = index not in self._shown
         shown = self._shown[index].take(chunk)
         has_prompt = is_first and self._echoes is not None and chunk.logprobs is not None
@@ -168,7 +177,9 @@ class CompletionWriter:
             yield self._choice(index, text, logprobs, reason)
 
     def whole(self, index: int, result: GenerationResult) -> Object:
-        shown = None if result.logprobs is None else _shown(self._texts, result)
+        shown = None
+        if result.logprobs is not None:
+            shown = self._texts.tokens_of_choice().take(whole_chunk(result))
         text, logprobs = self._written(index, result.text, shown, is_first=True)
         return self._choice(index, text, logprobs, finish_reason(result))
 
@@ -186,8 +197,3 @@ class CompletionWriter:
 
     def _choice(self, index: int, text: str, logprobs: Object | None, reason: str | None) -> Object:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _shown(texts: TokenTexts, result: GenerationResult) -> list[tuple[TokenLogprob, int]]:
-    """Returns the tokens that a whole answer shows, with the places where they begin."""
-    return texts.tokens_of_choice().take(whole_chunk(result))

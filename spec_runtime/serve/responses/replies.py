@@ -5,25 +5,39 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
-from spec_runtime.dialogue.reader import ResponseReader
+from spec_runtime import Chunk, GenerationResult, Part
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.answers import Answers
-from spec_runtime.serve.openai.replies import ShownCalls, ShownTokens, TokenTexts, whole_chunk
+from spec_runtime.serve.openai.replies import (
+    Shown,
+    ShownCalls,
+    ShownParts,
+    TokenTexts,
+    whole_chunk,
+)
+from spec_runtime.serve.responses.requests import encrypted
+from spec_runtime.serve.responses.tools import Tools, input_of
 from spec_runtime.serve.streams import typed_event_of
 
 Object = dict[str, Any]
-Shown = list[tuple[TokenLogprob, int]]
 _PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}  # of the items' ids
 _EVENTS = {
     "text": "output_text",
     "thinking": "reasoning_text",
     "call": "function_call_arguments",
 }
+
+
+class Shape(NamedTuple):
+    """Says how items are written: calls as those of these tools, and thinking with a summary, or
+    with the text that clients keep, where the request asks for these."""
+
+    tools: Tools = Tools(())
+    summarises: bool = False
+    encrypts: bool = False
 
 
 class ResponseReply:
@@ -39,6 +53,7 @@ class ResponseReply:
         repeated: Object,
         texts: TokenTexts,
         keep: Callable[[Object], None],
+        shape: Shape | None = None,
     ) -> None:
         self._head: Object = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -51,7 +66,8 @@ class ResponseReply:
         }
         self._texts = texts
         self._keep = keep
-        self._places = _Places(texts.tokens_of_choice())
+        self._shape = shape or Shape()
+        self._shown = ShownParts(texts.tokens_of_choice())
         self._calls = ShownCalls()
         self._output: list[Object] = []  # items that are complete
         self._item: _Item | None = None  # the one that is on its way
@@ -77,13 +93,13 @@ class ResponseReply:
             begun["incomplete_details"] = None
             yield self._event("created", response=begun)
             yield self._event("in_progress", response=begun)
-        for part, shown in self._places.push(chunk, form):
+        for part, shown in self._shown.push(chunk, form):
             self._calls.add(part)
             yield from self._events_of(part, shown)
         if chunk.result is None:
             return
         if not (self._item or self._output):  # an empty answer is a message, too
-            yield from self._begin(_Item("text"))
+            yield from self._begin(_Item("text", self._shape))
         is_whole = self._calls.are_whole(chunk.result)
         is_cut = chunk.result.finish_reason == "length" and not is_whole
         yield from self._end("incomplete" if is_cut else "completed")
@@ -96,7 +112,7 @@ class ResponseReply:
         kind = "call" if part.kind == "arguments" else part.kind
         if part.kind == "call" or self._item is None or kind != self._item.kind:
             yield from self._end("completed")
-            yield from self._begin(_Item(kind, part.text))
+            yield from self._begin(_Item(kind, self._shape, part.text))
         if part.kind != "call":
             assert self._item is not None
             self._item.text += part.text
@@ -104,7 +120,8 @@ class ResponseReply:
             if kind == "text":
                 more["logprobs"] = self._texts.response(shown)
                 self._item.logprobs += more["logprobs"]
-            yield self._item_event(f"{_EVENTS[kind]}.delta", delta=part.text, **more)
+            if not self._item.is_custom:
+                yield self._item_event(f"{_EVENTS[kind]}.delta", delta=part.text, **more)
 
     def _begin(self, item: _Item) -> Iterator[Object]:
         self._item = item
@@ -120,19 +137,36 @@ class ResponseReply:
         item = self._item
         if item is None:
             return
-        if item.kind == "call":
-            told: Object = {"name": item.name, "arguments": item.text}
+        event = _EVENTS[item.kind]
+        if item.is_custom:
+            event, text = "custom_tool_call_input", input_of(item.text)
+            yield self._item_event(f"{event}.delta", delta=text)
+            told: Object = {"input": text}
+        elif item.kind == "call":
+            told = {"name": item.name, "arguments": item.text}
         else:
             told = {"text": item.text}
             if item.kind == "text":
                 told["logprobs"] = item.logprobs
-        yield self._item_event(f"{_EVENTS[item.kind]}.done", **told)
+        yield self._item_event(f"{event}.done", **told)
         if item.kind != "call":
             yield self._item_event("content_part.done", part=item.part())
+        yield from self._summary(item)
         written = item.written(status)
         yield self._event("output_item.done", output_index=len(self._output), item=written)
         self._output.append(written)
         self._item = None
+
+    def _summary(self, item: _Item) -> Iterator[Object]:
+        """Yields the events of thinking's summary, which is all of it, where one is asked for."""
+        for part in item.summary:
+            place: Object = {"item_id": item.id, "output_index": len(self._output)}
+            place["summary_index"], text = 0, part["text"]
+            begun = {**part, "text": ""}
+            yield self._event("reasoning_summary_part.added", **place, part=begun)
+            yield self._event("reasoning_summary_text.delta", **place, delta=text)
+            yield self._event("reasoning_summary_text.done", **place, text=text)
+            yield self._event("reasoning_summary_part.done", **place, part=part)
 
     def _item_event(self, kind: str, **more: Any) -> Object:
         """Returns an event of the item on its way, or of its only part."""
@@ -159,62 +193,22 @@ class ResponseReply:
         return response
 
 
-class _Places:
-    """Says which of an answer's tokens each piece of its text shows.
-
-    The tokens of thinking, of calls, and of what is said after a call belong to no text.
-    """
-
-    def __init__(self, tokens: ShownTokens) -> None:
-        self._tokens = tokens
-        self._reader: ResponseReader | None = None  # says where the text begins
-        self._length = 0  # of the answer so far
-        self._waiting: deque[tuple[TokenLogprob, int]] = deque()  # with the places they begin at
-        self._begin = self._end = 0  # of the text in the answer, so far
-        self._has_text = self._has_calls = False
-
-    def push(self, chunk: Chunk, form: AnswerForm) -> Iterator[tuple[Part, Shown]]:
-        """Yields a chunk's parts, each with the tokens that it shows."""
-        if chunk.logprobs is None:  # none are asked for
-            yield from ((part, []) for part in chunk.parts)
-            return
-        self._reader = self._reader or form.reader(has_calls=False)
-        self._reader.push(chunk.text, False, chunk.token_ids, chunk.text_ends)
-        self._length += len(chunk.text)
-        self._waiting.extend(self._tokens.take(chunk))
-        for part in chunk.parts:
-            self._has_calls = self._has_calls or part.kind == "call"
-            is_text = part.kind == "text" and not self._has_calls
-            yield part, self._shown_by(len(part.text)) if is_text else []
-        if chunk.result is None or self._has_calls:
-            return
-        if rest := self._shown_by(self._length + 1):
-            yield Part("text", ""), rest  # of tokens without a text of their own
-
-    def _shown_by(self, num_characters: int) -> Shown:
-        """Returns the tokens that begin in the next characters of the text."""
-        if not self._has_text:
-            self._has_text = True
-            begin = self._reader.begin_of_text if self._reader else 0
-            self._begin = self._end = self._length + 1 if begin is None else begin
-        self._end += num_characters
-        shown = []
-        while self._waiting and self._waiting[0][1] < self._end:
-            entry, place = self._waiting.popleft()
-            if place >= self._begin:
-                shown.append((entry, place))
-        return shown
-
-
 class _Item:
     """An item of the output that is on its way: a message, thinking, or a call of `name`."""
 
-    def __init__(self, kind: str, name: str = "") -> None:
-        self.kind, self.name = kind, name
-        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    def __init__(self, kind: str, shape: Shape, name: str = "") -> None:
+        self.kind, self.name, self._shape = kind, name, shape
+        self.is_custom = kind == "call" and shape.tools.is_custom(name)
+        self.id = f"{'ctc' if self.is_custom else _PREFIXES[kind]}_{uuid.uuid4().hex}"
         self.text = ""  # or the arguments
         self.logprobs: list[Object] = []  # of a message's tokens
         self._call_id = f"call_{uuid.uuid4().hex[:24]}"
+
+    @property
+    def summary(self) -> list[Object]:
+        """Returns the parts of thinking's summary: all of it, where one is asked for."""
+        is_asked = self.kind == "thinking" and self._shape.summarises and self.text
+        return [{"type": "summary_text", "text": self.text}] if is_asked else []
 
     def part(self) -> Object:
         """Returns the only part of the item's content."""
@@ -230,11 +224,13 @@ class _Item:
     def written(self, status: str) -> Object:
         """Returns the item as it is so far."""
         if self.kind == "call":
-            called = {"call_id": self._call_id, "name": self.name, "arguments": self.text}
-            return {"id": self.id, "type": "function_call", "status": status, **called}
+            called = self._shape.tools.called(self.name, self.text)
+            return {"id": self.id, "status": status, "call_id": self._call_id, **called}
         said: Object = {"status": status, "content": [self.part()]}
         if self.kind == "thinking":
-            return {"id": self.id, "type": "reasoning", "summary": [], **said}
+            if self._shape.encrypts:
+                said["encrypted_content"] = encrypted(self.text)
+            return {"id": self.id, "type": "reasoning", "summary": self.summary, **said}
         return {"id": self.id, "type": "message", "role": "assistant", **said}
 
 

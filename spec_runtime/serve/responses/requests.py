@@ -6,6 +6,9 @@ Unknown fields are refused, and known ones without an effect on the answer are t
 
 from __future__ import annotations
 
+import base64
+import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -21,15 +24,22 @@ from spec_runtime.serve.openai.schemas import (
     ChatRequest,
     Flag,
     List,
-    Number,
     Whole,
     has,
+    sampled,
+    sampling_of,
 )
+from spec_runtime.serve.responses.tools import Tools, chosen, message_call
 
 Object = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")
 ROLES = ("user", "assistant", "system", "developer")
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+# Items of tools that OpenAI's servers run, which say nothing to a model that has none of them.
+SERVERS_CALLS = re.compile(r"(web_search|file_search|image_generation|code_interpreter|mcp)_\w+")
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+OWN = "specsplit:"  # before thinking of this server's in `encrypted_content`
 # Fields that a response repeats as they were asked for.
 REPEATED = (
     "instructions",
@@ -47,11 +57,13 @@ REPEATED = (
 
 
 class ReasoningConfig(BaseModel):
-    """Says how much the model thinks; a summary of that is not made, since all of it is shown."""
+    """Says how much the model thinks; the summary, where one is asked for, is all that it
+    thought."""
 
     model_config = ConfigDict(extra="allow")
 
     effort: str | None = None
+    summary: str | None = None
 
 
 class TextConfig(BaseModel):
@@ -63,6 +75,7 @@ class TextConfig(BaseModel):
     verbosity: str | None = None
 
 
+@sampled
 class ResponsesRequest(Tolerant):
     """Holds the body of a request to /v1/responses."""
 
@@ -73,13 +86,11 @@ class ResponsesRequest(Tolerant):
     previous_response_id: str | None = None
     store: Flag | None = None
     stream: Flag | None = None
-    temperature: Annotated[Number, Ge(0), Le(2)] | None = None
-    top_p: Annotated[Number, Ge(0), Le(1)] | None = None
     text: TextConfig | None = None
     tools: Annotated[List[Object], MaxLen(128)] | None = None
     tool_choice: str | Object | None = None
     reasoning: ReasoningConfig | None = None
-    include: List[str] | None = None  # LOGPROBS; others are ignored
+    include: List[str] | None = None  # LOGPROBS, ENCRYPTED; others are ignored
     top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Object | None = None
     parallel_tool_calls: Flag | None = None
@@ -89,12 +100,11 @@ class ResponsesRequest(Tolerant):
 
     # Taken where they ask for nothing more.
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
     conversation: None = None
     prompt: None = None
-    max_tool_calls: None = None
 
-    # Taken and ignored.
+    # Taken and ignored. A conversation that is too long is refused, also with truncation "auto".
+    truncation: Literal["auto", "disabled"] | None = None
     stream_options: Object | None = None
     service_tier: str | None = None
     context_management: List[Object] | None = None
@@ -110,10 +120,25 @@ class ResponsesRequest(Tolerant):
             raise UserError("'tool_choice' is only allowed when 'tools' are specified")
         return self
 
+    def left_out(self) -> Iterator[str]:
+        kinds = (str(item.get("type")) for item in self.items)
+        yield from (kind for kind in kinds if SERVERS_CALLS.fullmatch(kind))
+        yield from (f"tools: {kind}" for kind in self.known_tools.left_out)
+
+    @functools.cached_property
+    def known_tools(self) -> Tools:
+        """Returns the tools, those among them that the model can call."""
+        return Tools(self.tools or ())
+
     @property
     def has_logprobs(self) -> bool:
         """Says whether the log-probabilities of the answer's tokens are asked for."""
         return LOGPROBS in (self.include or ())
+
+    @property
+    def has_summary(self) -> bool:
+        """Says whether a summary of the thinking is asked for."""
+        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
 
     @property
     def _format(self) -> Object | None:
@@ -149,22 +174,22 @@ class ResponsesRequest(Tolerant):
         if not messages:
             raise UserError("got input [], expected at least one message", param="input")
         format = self._format
+        choice, functions = chosen(self.tool_choice, self.known_tools.functions)
         return ChatRequest.model_construct(
             model=self.model,
             messages=[ChatMessage(**message) for message in messages],
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             stream=self.stream,
             logprobs=self.has_logprobs,
             top_logprobs=self.top_logprobs,
-            tools=None if self.tools is None else [_as_function(tool) for tool in self.tools],
-            tool_choice=_as_choice(self.tool_choice),
+            tools=functions or None,
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             drafter=self.drafter,
             response_format=None if format is None else _response_format(format),
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
+            **sampling_of(self),
         )
 
     def repeated(self) -> Object:
@@ -184,8 +209,11 @@ class ResponsesRequest(Tolerant):
             if said[name] is None:
                 said[name] = value
         if self.reasoning is not None:
-            said["reasoning"] = {"effort": self.reasoning.effort, "summary": None}
-        return {**said, "truncation": "disabled", "store": self.store is not False}
+            said["reasoning"] = {
+                name: getattr(self.reasoning, name) for name in ("effort", "summary")
+            }
+        truncation = self.truncation or "disabled"
+        return {**said, "truncation": truncation, "store": self.store is not False}
 
 
 def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[Object]:
@@ -199,17 +227,17 @@ def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[
         place = f"item {number} of the conversation"
         if kind == "message" and item.get("role") in ROLES:
             found.append({"role": item["role"], "content": _text_of(item.get("content"), place)})
-        elif kind == "function_call" and has(item, "call_id", "name", "arguments"):
+        elif (call := message_call(item)) is not None:
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
             found[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output" and has(item, "call_id"):
-            text = _text_of(item.get("output"), place)
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        elif kind in OUTPUTS and (has(item, "call_id") or has(item, "id")):
+            text, name = _text_of(item.get("output"), place), item.get("call_id", item.get("id"))
+            found.append({"role": "tool", "tool_call_id": name, "content": text})
         elif kind == "reasoning":
             thoughts += _thinking_of(item)
+        elif SERVERS_CALLS.fullmatch(str(kind)):
+            continue
         else:
             raise UserError(
                 f"got {brief(repr(item), 120)} as {place}, expected a message with its role, a "
@@ -224,10 +252,23 @@ def messages_of(items: Iterable[Object], before: Sequence[Object] = ()) -> list[
     return found
 
 
+def encrypted(thinking: str) -> str:
+    """Returns thinking as the text that clients keep for a server that keeps nothing."""
+    return base64.b64encode(f"{OWN}{thinking}".encode()).decode()
+
+
 def _thinking_of(item: Object) -> str:
-    """Returns what a model of this server thought; an item of another one's has no text."""
+    """Returns what a model of this server thought; an item of another one's may have no text that
+    can be read."""
     parts = item.get("content") or ()
-    return "".join(part["text"] for part in parts if isinstance(part, dict) and has(part, "text"))
+    text = "".join(part["text"] for part in parts if isinstance(part, dict) and has(part, "text"))
+    if text or not has(item, "encrypted_content"):
+        return text
+    try:
+        kept = base64.b64decode(item["encrypted_content"], validate=True).decode()
+    except ValueError:
+        return ""
+    return kept.removeprefix(OWN) if kept.startswith(OWN) else ""
 
 
 def _text_of(content: Any, place: str) -> str:
@@ -245,25 +286,6 @@ def _text_of(content: Any, place: str) -> str:
             )
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _as_function(tool: Object) -> Object:
-    """Returns a tool in the form of a chat's. Raises UserError for one of OpenAI's servers."""
-    if tool.get("type") != "function":
-        raise UserError(
-            f"got tool {brief(repr(tool), 80)}, expected type 'function': this server runs no "
-            "tools by itself",
-            param="tools",
-        )
-    known = {"name", "description", "parameters", "strict"}
-    function = {key: value for key, value in tool.items() if key in known and value is not None}
-    return {"type": "function", "function": function}
-
-
-def _as_choice(choice: str | Object | None) -> str | Object | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
 
 
 def _response_format(format: Object) -> Object:

@@ -1,0 +1,95 @@
+"""Rewrites what requests to other servers say into the fields that stand for it here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spec_runtime.errors import UserError
+from spec_runtime.files.mapping import brief
+
+Object = dict[str, Any]
+
+
+def _schema(schema: Any) -> Object:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def _regex(regex: Any) -> Object:
+    return {"type": "regex", "regex": regex}
+
+
+def _choice(choices: Any) -> Object:
+    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+        raise UserError(f"got choices {brief(repr(choices), 80)}, expected a list of texts")
+    return _regex("|".join(re.escape(each) for each in choices))
+
+
+def _grammar(grammar: Any) -> Object:
+    return {"type": "ebnf", "grammar": grammar}
+
+
+# Fields of vLLM and llama.cpp, and the response_format that says the same.
+FORMATS: dict[str, Callable[[Any], Object]] = {
+    "guided_json": _schema,
+    "json_schema": _schema,
+    "guided_regex": _regex,
+    "regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "grammar": _grammar,
+}
+_STRUCTURED = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar}
+
+
+def as_ours(body: Object) -> Object:
+    """Returns a request's body in which what other servers call differently has our names: formats
+    of answers, and choices of tools. What is not rewritten is refused or ignored as ever."""
+    ours = dict(body)
+    if ours.get("response_format") is None:
+        for name in (*FORMATS, "structured_outputs"):
+            if ours.get(name) and (made := _made(name, ours[name])) is not None:
+                ours["response_format"] = made
+                del ours[name]
+                break
+    format = ours.get("response_format")
+    if isinstance(format, dict) and format.get("type") == "json_object" and "schema" in format:
+        ours["response_format"] = _schema(format["schema"])
+    if isinstance(choice := ours.get("tool_choice"), str):
+        named = {"type": "function", "function": {"name": choice}}
+        known = {_name(tool) for tool in ours.get("tools") or () if isinstance(tool, dict)}
+        ours["tool_choice"] = named if choice in known else {"any": "required"}.get(choice, choice)
+    return ours
+
+
+def _made(name: str, value: Any) -> Object | None:
+    if name != "structured_outputs":
+        return FORMATS[name](value)
+    given = {key: each for key, each in value.items() if each} if isinstance(value, dict) else {}
+    if len(given) == 1 and (key := next(iter(given))) in _STRUCTURED:
+        return _STRUCTURED[key](given[key])
+    return None
+
+
+def _name(tool: Object) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def chosen(choice: Any, functions: list[Object]) -> tuple[Any, list[Object]]:
+    """Returns a choice of tools, and the functions that may be called: one of type allowed_tools
+    names them, and whether one has to be. Raises UserError for one in another form."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, functions
+    said = choice.get("allowed_tools", choice)
+    mode, named = (said.get("mode"), said.get("tools")) if isinstance(said, dict) else ("", None)
+    if mode not in ("auto", "required") or not isinstance(named, list):
+        raise UserError(
+            f"got tool_choice {brief(repr(choice), 80)}, expected allowed_tools with a mode, auto "
+            "or required, and tools",
+            param="tool_choice",
+        )
+    tools = [each for each in named if isinstance(each, dict)]
+    names = [_name(each) or each.get("name") for each in tools]
+    return mode, [each for each in functions if _name(each) in names]

@@ -1,0 +1,300 @@
+"""What agents send: turns of Codex as it sent them, tools that nobody runs here, custom tools and
+namespaces, choices of several tools, forms of other servers, and thinking that is kept for us."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apis import APIS, FUNCTION, TEXTS
+from served import CHAT, HELLO, MESSAGES, RESPONSES, chunks_of, in_process, post, tool_engine
+
+from spec_runtime import GenerationResult, Stats
+from spec_runtime.dialogue.response_template import Tags
+from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.serve.anthropic.requests import MessagesRequest
+from spec_runtime.serve.ignored import HEADER
+from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
+from spec_runtime.serve.responses.replies import ResponseReply, Shape
+from spec_runtime.serve.responses.requests import ENCRYPTED, ResponsesRequest, messages_of
+from spec_runtime.serve.responses.tools import Tools
+
+CHAT_API, RESPONSES_API, MESSAGES_API = APIS
+CODEX = json.loads((Path(__file__).parent / "codex.json").read_text("utf-8"))["requests"]
+PATCH = {"type": "custom", "name": "patch", "description": "Changes files."}
+AGENTS: dict[str, Any] = {
+    "type": "namespace",
+    "name": "agents",
+    "tools": [{"type": "function", **FUNCTION}],
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with in_process(tool_engine()) as made:
+        yield made
+
+
+# ---- Codex ----
+
+
+@pytest.mark.parametrize("turn", CODEX, ids=["asked", "called"])
+def test_turns_of_codex_are_answered(client: Any, turn: dict[str, Any]) -> None:
+    """What changes nothing and the tools that nobody runs here are named, and nothing else is."""
+    body = {**turn, "tools": CODEX[0]["tools"][-2:], "max_output_tokens": 4}
+    reply = client.post(RESPONSES, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers[HEADER] == "client_metadata, tools: web_search"
+    assert '"type":"response.incomplete"' in reply.text
+
+
+def test_all_of_codex_tools_are_functions_of_a_chat() -> None:
+    asked = ResponsesRequest.model_validate(CODEX[0])
+    functions = asked.as_chat(HELLO).tools or []
+    names = [each["function"]["name"] for each in functions]
+    assert {"exec_command", "spawn_agent", "wait_agent"} <= {*names}
+    assert len(names) == len({*names}) == 7 + 5
+
+
+# ---- calls of other kinds ----
+
+
+def written(text: str, tools: list[Any], **more: Any) -> tuple[list[Any], Any]:
+    """Returns the events and the items of an answer that calls these tools."""
+    made = Tools(tools)
+    form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=made.functions)
+    result = GenerationResult(text, [1], "stop", Stats(), form=form)
+    shape = Shape(made, **more)
+    streamed, whole = (ResponseReply("toy", {}, TEXTS, lambda r: None, shape) for _ in range(2))
+    events = [each for chunk in chunks_of(result, 3) for each in streamed.parts(chunk, form)]
+    output = whole.whole([result])["output"]
+    told = events[-1]["response"]["output"]
+    own = ("id", "call_id")
+    assert [{k: v for k, v in each.items() if k not in own} for each in told] == [
+        {k: v for k, v in each.items() if k not in own} for each in output
+    ]
+    return events, told
+
+
+def called(name: str, arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>{call}</tool_call>"
+
+
+def test_a_custom_tool_is_called_with_a_text() -> None:
+    text = 'a\n"b"'
+    events, (item,) = written(called("patch", {"input": text}), [PATCH])
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", text)
+    assert item["id"].startswith("ctc_")
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    assert kinds[2:6] == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+    ]
+    assert (events[3]["delta"], events[4]["input"]) == (text, text)
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    (function,) = Tools([{**PATCH, "format": grammar}]).functions
+    assert function["function"]["description"].startswith("Changes files.")
+    assert "start: /a/" in function["function"]["description"]
+
+
+def test_a_call_names_its_namespace() -> None:
+    """Without it Codex says that it knows no such function."""
+    _, (item,) = written(called("look_up", {"name": "Ada"}), [AGENTS])
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "look_up")
+    _, (item,) = written(called("look_up", {"name": "Ada"}), AGENTS["tools"])
+    assert "namespace" not in item
+
+
+def test_calls_of_all_kinds_are_taken_back() -> None:
+    items: list[dict[str, Any]] = [
+        {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "done"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "local_shell_call", "call_id": "b", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "b", "output": "files"},
+    ]
+    said = messages_of([*HELLO, *items])
+    calls = [each["tool_calls"][0] for each in said if "tool_calls" in each]
+    assert [(each["id"], each["function"]["name"]) for each in calls] == [
+        ("a", "patch"),
+        ("b", "local_shell"),
+    ]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"input": "x"}
+    assert json.loads(calls[1]["function"]["arguments"]) == {"command": ["ls"]}
+    results = [(each["tool_call_id"], each["content"]) for each in said if each["role"] == "tool"]
+    assert results == [("a", "done"), ("b", "files")]
+    asked = ResponsesRequest.model_validate({"input": [*HELLO, *items]})
+    assert asked._ignored == ["web_search_call"]
+
+
+# ---- tools that nobody runs here, and choices ----
+
+SEARCHES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (CHAT, {"messages": HELLO}, {"type": "web_search"}, {"type": "function", "function": FUNCTION}),
+    (RESPONSES, {"input": "hello"}, {"type": "web_search"}, {"type": "function", **FUNCTION}),
+    (
+        MESSAGES,
+        {"messages": HELLO, "max_tokens": 3},
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"name": "look_up", "input_schema": FUNCTION["parameters"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "search", "own"), SEARCHES)
+def test_tools_of_other_servers_are_left_out_and_named(
+    client: Any, path: str, body: Any, search: Any, own: Any
+) -> None:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    for tools in ([search], [own, search, search]):
+        reply = client.post(path, json={**body, limit: 3, "tools": tools})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers[HEADER] == f"tools: {search['type']}"
+    assert HEADER not in client.post(path, json={**body, limit: 3, "tools": [own]}).headers
+
+
+def test_blocks_of_anthropics_own_tools_are_left_out_and_named(client: Any) -> None:
+    use = {"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "a", "content": []}
+    said = {"role": "assistant", "content": [use, found, {"type": "text", "text": "Yes."}]}
+    body = {"messages": [*HELLO, said, *HELLO], "max_tokens": 3}
+    reply = client.post(MESSAGES, json={**body, "output_config": {"task_budget": {"total": 9}}})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers[HEADER] == "tools: server_tool_use, tools: web_search_tool_result"
+    chat = MessagesRequest.model_validate(body).as_chat()
+    assert [each.content for each in chat.messages] == ["hello", "Yes.", "hello"]
+
+
+TWO: list[dict[str, Any]] = [
+    {"type": "function", "function": {**FUNCTION, "name": name}} for name in ("a", "b")
+]
+NAMED = {"type": "function", "function": {"name": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "names"),
+    [
+        ("any", "required", "ab"),
+        ("b", NAMED, "ab"),
+        (NAMED, NAMED, "ab"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
+            "required",
+            "b",
+        ),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"name": "a"}]}, "auto", "a"),
+        ("none", "none", "ab"),
+    ],
+)
+def test_choices_of_tools(choice: Any, expected: Any, names: str) -> None:
+    body = {"messages": HELLO, "tools": TWO, "tool_choice": choice}
+    chat = ChatRequest.model_validate(body)
+    assert chat.tool_choice == expected
+    assert "".join(each["function"]["name"] for each in chat.tools or ()) == names
+    flat = [{"type": "function", **each["function"]} for each in TWO]
+    if isinstance(choice, dict) and "mode" in choice:
+        asked = ResponsesRequest.model_validate(
+            {"input": "x", "tools": flat, "tool_choice": choice}
+        )
+        made = asked.as_chat(HELLO)
+        assert (made.tool_choice, len(made.tools or ())) == (expected, len(names))
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_choice_without_tools_asks_for_nothing(client: Any, choice: str) -> None:
+    body = {"messages": HELLO, "max_tokens": 2, "tools": [], "tool_choice": choice}
+    post(client, CHAT, **body)
+    assert client.post(CHAT, json={**body, "tool_choice": "required"}).status_code == 400
+
+
+# ---- forms of other servers ----
+
+SCHEMA = {"type": "object"}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+WORD = {"type": "regex", "regex": r"yes|no\?"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"guided_json": SCHEMA}, JSON_SCHEMA),
+        ({"json_schema": SCHEMA}, JSON_SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, JSON_SCHEMA),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, JSON_SCHEMA),
+        ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
+        ({"structured_outputs": {"choice": ["yes", "no?"]}}, WORD),
+        ({"guided_choice": ["yes", "no?"]}, WORD),
+        ({"grammar": 'root ::= "a"'}, {"type": "ebnf", "grammar": 'root ::= "a"'}),
+        ({"guided_grammar": 'root ::= "a"'}, {"type": "ebnf", "grammar": 'root ::= "a"'}),
+    ],
+)
+def test_formats_of_other_servers_are_ours(asked: Any, expected: Any) -> None:
+    for kind, body in ((ChatRequest, {"messages": HELLO}), (CompletionRequest, {"prompt": "x"})):
+        assert kind.model_validate({**body, **asked}).response_format == expected
+
+
+def test_what_asks_for_nothing_is_ignored_by_name(client: Any) -> None:
+    """Unknown fields that are null, false or empty, and known ones that have to be null."""
+    nothing: dict[str, Any] = {
+        "unheard": None,
+        "unseen": False,
+        "unfelt": [],
+        "functions": [],
+        "audio": {},
+    }
+    for path, body in ((CHAT, {"messages": HELLO}), (RESPONSES, {"input": "x"})):
+        reply = client.post(path, json={**body, **nothing})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers[HEADER] == ", ".join(nothing)
+    assert client.post(CHAT, json={"messages": HELLO, "unheard": 0}).status_code == 400
+
+
+def test_results_of_the_old_functions_are_results(client: Any) -> None:
+    result = {"role": "function", "name": "look_up", "content": "1815"}
+    message = ChatRequest.model_validate({"messages": [*HELLO, result]}).messages[1]
+    assert message.plain() == {**result, "role": "tool"}
+    post(client, CHAT, messages=[*HELLO, result], max_tokens=2)
+
+
+# ---- sampling and thinking, on every address ----
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+def test_a_seed_gives_the_same_answer_again(client: Any, api: Any) -> None:
+    more = {"temperature": 0.9, "seed": 5, "min_p": 0.01, "presence_penalty": 0.1}
+    texts = [api.answer(client, 12, **{**more, "seed": seed}).text for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0] == CHAT_API.answer(client, 12, **more).text
+
+
+THOUGHT = "<think>Hm, ü.</think>\n\nYes."
+
+
+def test_thinking_has_a_summary_and_is_kept_where_that_is_asked_for() -> None:
+    events, (item, message) = written(THOUGHT, [], summarises=True, encrypts=True)
+    assert item["summary"] == [{"type": "summary_text", "text": "Hm, ü."}]
+    told = [each for each in events if "reasoning_summary" in each["type"]]
+    assert [each["type"].rpartition(".")[2] for each in told] == ["added", "delta", "done", "done"]
+    assert (told[1]["delta"], told[2]["text"]) == ("Hm, ü.", "Hm, ü.")
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+    said = messages_of([*HELLO, sealed, message])
+    assert said[1]["reasoning_content"] == "Hm, ü."
+    for strange in ("gAAAAB", "****", "c3BlY3M="):
+        said = messages_of([*HELLO, {**sealed, "encrypted_content": strange}, message])
+        assert "reasoning_content" not in said[1]
+    _, (item, _) = written(THOUGHT, [])
+    assert (item["summary"], "encrypted_content" in item) == ([], False)
+
+
+def test_what_a_request_says_of_thinking_shapes_its_reply() -> None:
+    asked = {"input": "x", "reasoning": {"summary": "auto"}, "include": [ENCRYPTED]}
+    request = ResponsesRequest.model_validate(asked)
+    assert request.has_summary
+    assert request.repeated()["reasoning"] == {"effort": None, "summary": "auto"}
+    assert not ResponsesRequest.model_validate({"input": "x", "reasoning": {}}).has_summary
