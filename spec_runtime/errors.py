@@ -12,7 +12,8 @@ class UserError(ValueError):
     The CLI prints it and exits with code 2; the server answers it with status 400. `param` names
     the option or field that is wrong, `code` is a stable name for the kind of error, such as
     "context_length_exceeded", and `hint` is what to do on this machine, where the message does not
-    say it: clients of the server are not told.
+    say it: clients of the server are not told. Line breaks, of what a library or a file says,
+    become spaces.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class UserError(ValueError):
         code: str | None = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(" ".join(str(message).splitlines()))
         self.param, self.code, self.hint = param, code, hint
 
     def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:

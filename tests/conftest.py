@@ -190,6 +190,25 @@ def folder(tmp_path: Path) -> Path:
     return write_small_bundle(tmp_path / "bundles" / "small")
 
 
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    """Gives a client of a server of a toy engine, in this process."""
+    from served import in_process  # imported here because few tests need it
+
+    with in_process() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Any]:
+    """Gives a client of an engine whose answers can be kept inside a grammar, and so be calls."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    from served import in_process, tool_engine
+
+    with in_process(tool_engine()) as made:
+        yield made
+
+
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Lets commands load toy engines, whatever the bundle, and returns those that they loaded."""
@@ -348,16 +367,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCuda]:
     gc.collect()
     assert not device.memory, "memory is left"
     assert not device.is_busy
-
-
-@pytest.fixture(scope="module")
-def calling() -> Iterator[Any]:
-    """Gives a client of an engine that can be made to call a tool, and to keep to a grammar."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    from served import in_process, tool_engine
-
-    with in_process(tool_engine()) as made:
-        yield made
 
 
 @pytest.fixture

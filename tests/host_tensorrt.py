@@ -8,6 +8,7 @@ on the stream. What the real ones leave undefined is an error.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,15 +29,21 @@ MODULE = SimpleNamespace(
 )
 
 
+@cache
+def _session(path: Path) -> ort.InferenceSession:
+    """Opens a graph once, since nothing of a run is left in its session."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+
+
 class Engine:
     """An engine, deserialised from the plan of `graph`, whose file is at `path`."""
 
     device_memory_size_v2 = 1000
 
     def __init__(self, path: Path, graph: Graph, cuda: HostCuda) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self.session = ort.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+        self.session = _session(path)
         self.graph, self.profiles, self.cuda = graph, graph.plans[0].profiles, cuda
         self.specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self.num_io_tensors = len(self.specs)

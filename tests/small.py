@@ -111,6 +111,28 @@ def write_small_bundle(path: Path) -> Path:
     return path
 
 
+def write_byte_tokenizer(path: Path) -> int:
+    """Writes a byte-level tokenizer without merges, BOS and EOS after the 256 bytes; returns the
+    size of its vocabulary."""
+    import tokenizers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.enable_truncation(5)  # some are shipped so; it must not cut prompts
+    tokenizer.save(str(path))
+    return int(tokenizer.get_vocab_size())
+
+
+def byte_tokenizer(vocab_size: int) -> TokenizerInfo:
+    """Returns a manifest's entry of that tokenizer, beside a chat template."""
+    special_ids = {"bos": 256, "eos": [257], "pad": None}
+    return TokenizerInfo("tokenizer.json", "", vocab_size, special_ids, "chat_template.jinja")
+
+
 def write_prompts(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
     """Writes a file of prompts: these objects as JSON, and other lines as they are."""
     lines = [json.dumps(row) if isinstance(row, dict) else row for row in rows]
@@ -141,22 +163,27 @@ class ToyOpener:
         return Batch(engine, parallel)
 
 
+def target_of(backend: ToyTarget, max_length: int, **options: Any) -> Target:
+    """Returns a target whose graph is a toy, with a cache of its own."""
+    cache, vocab_size = open_cache(backend.form, backend.capacity), backend.vocab_size
+    return Target(backend, cache, vocab_size=vocab_size, max_length=max_length, **options)
+
+
 def toy_engine(drafter: str | None = None, beside: Engine | None = None) -> Engine:
     """Returns an engine whose text is four letters in loops, which prompt lookup guesses well; a
     lane `beside` another, if one is given."""
     backend = ToyTarget(vocab_size=ByteTokenizer.vocab_size, capacity=256, noise=0.5)
     backend.table_VV = backend.table_VV % 4 + ord("a")
-    target = Target(
-        backend,
-        open_cache("slots", 256),
-        vocab_size=ByteTokenizer.vocab_size,
-        max_length=CONTEXT,
-    )
-
-    opener = ToyOpener()
+    target, opener = target_of(backend, CONTEXT), ToyOpener()
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
     opened = opener.open(drafter, None)
     return Engine(target, ByteTokenizer(template), opened, opener, beside=beside)
+
+
+def known(value: Any) -> Any:
+    """Returns what has to be there."""
+    assert value is not None
+    return value
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -21,10 +21,10 @@ def writing(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = " ".join((error.strerror or str(error)).split())
         raise UserError(
-            f"cannot write {what} to {folder} ({reason}), {free_space(folder)} are free there: "
-            "make room and run it again, with --resume where a checkpoint was written"
+            f"cannot write {what} to {folder} ({error.strerror or error}), "
+            f"{free_space(folder)} are free there: make room and run it again, with --resume where "
+            "a checkpoint was written"
         ) from error
 
 

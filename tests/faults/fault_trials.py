@@ -187,10 +187,7 @@ class Disturber:
         return trial
 
     def _try_mounted(
-        self,
-        trial: Trial,
-        run: Callable[[Path, Path], Ended],
-        make_good: Callable[[Path], None],
+        self, trial: Trial, run: Callable[[Path, Path], Ended], make_good: Callable[[Path], None]
     ) -> Ended:
         """Runs the command on a file system of its own, then again after `make_good`.
 

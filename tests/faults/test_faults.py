@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import fault_processes
 import pytest
 from fault_scenarios import Damaged, Scenario, Shop
 from fault_trials import Disturber, why_no_mounts
 
+fault_processes.PRELOADED = ["spec_runtime.loop.target"]  # scripts need no more
 WHOLE = """
 with open("out.tmp", "w") as file:
     file.write("new")

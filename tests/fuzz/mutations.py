@@ -54,11 +54,7 @@ def texts(max_size: int = 12) -> SearchStrategy[str]:
 def numbers() -> SearchStrategy[int | float]:
     """Draws whole and fractional numbers, the extremes and those that are none."""
     return st.one_of(
-        st.sampled_from(NUMBERS),
-        st.integers(-5, 300),
-        st.integers(),
-        st.floats(),
-        st.floats(0, 2),
+        st.sampled_from(NUMBERS), st.integers(-5, 300), st.integers(), st.floats(), st.floats(0, 2)
     )
 
 

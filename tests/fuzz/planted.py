@@ -26,9 +26,9 @@ def _hog() -> None:
     raise AssertionError(f"took {len(held)} pieces")
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str, kind: type[Exception] = UserError) -> None:
     with refusing():
-        raise UserError(message)
+        raise kind(message)
 
 
 def _print(text: str) -> None:
@@ -60,12 +60,9 @@ PLANTED: dict[str, tuple[Callable[[], None], str]] = {
         partial(_raise, Wrong("tokens differ from plain decoding")),
         "Wrong in the oracle: tokens differ from plain decoding",
     ),
-    "two lines": (partial(_refuse, "got one\ngot two"), "a refusal in … lines"),
+    "two lines": (partial(_refuse, "got one\ngot two", OSError), "a refusal in … lines"),
     "endless line": (partial(_refuse, "x" * 5000), "a refusal of … characters"),
-    "escape": (
-        partial(_print, "error: got \x1b[31mred"),
-        "control characters reach the terminal",
-    ),
+    "escape": (partial(_print, "error: got \x1b[31mred"), "control characters reach the terminal"),
     "box": (partial(_print, "Usage: main\n╭─ Error ─╮\n│ no │\n╰─────╯"), "a refusal in … lines"),
     "foreign": (_leak_a_foreign_error, "ValueError"),
     "panic": (

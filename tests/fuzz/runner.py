@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from cases import FAILED, Kind, Outcome, Run, draw, judge
 
 BATCH = 250
 MAX_BATCHES = 40  # of one process, so that what leaks in it stays little
+# What every kind needs, and takes long to import.
+PRELOADED = ["hypothesis.strategies", "numpy", "spec_runtime.cli", "spec_runtime.errors"]
 OPENING_SECONDS = 180.0  # to import torch, to write what the cases change, to draw a batch
 Found = Callable[[str, Any, Outcome], None]
 
@@ -185,6 +188,14 @@ def _serve(
             worker.stop()
 
 
+@cache
+def _context() -> Any:
+    """Returns the server of processes, which imports `PRELOADED` when it starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class _Worker:
     """One process that runs batches, seen from outside.
 
@@ -196,7 +207,7 @@ class _Worker:
         self.is_over, self.is_usable = False, True
         self.rest: Batch | None = None
         self._room = Path(tempfile.mkdtemp(dir=folder))
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(self._room, theirs), daemon=True)
         self._process.start()

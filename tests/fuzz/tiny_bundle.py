@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import tokenizers
 from onnx import TensorProto, helper, numpy_helper
+from small import CALIBRATION, byte_tokenizer, small_manifest, write_byte_tokenizer
 
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 VOCAB, WIDTH, CANDIDATES, MASKS = 258, 4, 3, 2
-BOS, EOS = 256, 257
 MAX_LENGTH, SCRATCH = 96, 32
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>\n{% endfor %}"
@@ -71,13 +71,6 @@ MEDUSA = Graph(
         TensorSpec("guess_log_probs", "float32", (2, CANDIDATES)),
     ),
 )
-CALIBRATION = {
-    "prompts": 1,
-    "positions": 9,
-    "accuracy": [[0.5, 0.2, 0.1], [0.4, 0.3, 0.0]],
-    "reliability": [[0.1, 0.1, 9], [0.5, 0.4, 9]],
-    "accepted_length": {"2": 1.5},
-}
 
 
 class _Nodes:
@@ -179,61 +172,35 @@ def _save_medusa(folder: Path) -> None:
     n.save(MEDUSA, folder)
 
 
-def _write_tokenizer(path: Path) -> None:
-    """Writes a tokenizer of bytes with one merge, BOS and EOS after the 256 bytes."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(letters)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(path))
-
-
 def _manifest() -> bundles.Manifest:
-    trees = {"max_nodes": 6, "min_probability": 0.04, "lookup_nodes": 0}
+    small = small_manifest()
     configs = {
         "parallelspec": {"num_masks": MASKS, "mask_token_base": VOCAB, "inputs": "features+tokens"},
         "medusa": {},
     }
     graphs = {"parallelspec": PARALLELSPEC, "medusa": MEDUSA}
     drafters = tuple(
-        bundles.DrafterInfo(
+        replace(
+            small.drafters[0],
             name=name,
             config=configs[name] | {"parameters": 9},
             graphs={"drafter": graphs[name]},
-            draft_token_ids=None,
             calibration=CALIBRATION,
-            trees=trees,
+            trees={"max_nodes": 6, "min_probability": 0.04, "lookup_nodes": 0},
             expected_accepted_length=1.2,
         )
         for name in graphs
     )
-    return bundles.Manifest(
-        schema_version=bundles.SCHEMA_VERSION,
+    dims = bundles.Dims(VOCAB, WIDTH, 1, 1, 1, WIDTH)
+    target = replace(small.target, dims=dims, max_length=MAX_LENGTH, scratch=SCRATCH, taps=())
+    return replace(
+        small,
         name="tiny",
-        target=bundles.TargetInfo(
-            family="llama",
-            dims=bundles.Dims(VOCAB, WIDTH, 1, 1, 1, WIDTH),
-            precision="fp32",
-            max_length=MAX_LENGTH,
-            scratch=SCRATCH,
-            rope={"type": "default", "theta": 10000.0},
-            taps=(),
-            position_convention="absolute",
-            target_modified=False,
-        ),
+        target=target,
         graphs={"target": TARGET},
         drafters=drafters,
-        tokenizer=bundles.TokenizerInfo(
-            file="tokenizer.json",
-            sha256="",
-            vocab_size=VOCAB,
-            special_ids={"bos": BOS, "eos": [EOS], "pad": None},
-            chat_template="chat_template.jinja",
-        ),
+        tokenizer=byte_tokenizer(VOCAB),
         provenance={"command": ["spec-export", "build"], "date": "2026-01-01"},
-        files={},
     )
 
 
@@ -243,7 +210,7 @@ def write(folder: Path) -> Path:
     _save_target(folder)
     _save_parallelspec(folder)
     _save_medusa(folder)
-    _write_tokenizer(folder / "tokenizer.json")
+    write_byte_tokenizer(folder / "tokenizer.json")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     bundles.write_manifest(folder, _manifest())
     return folder

@@ -1,9 +1,11 @@
-"""Holds a toy target's runs until a test lets them through, so that tests need no clock."""
+"""Holds a toy target's runs until a test lets them through, and counts the work of a function, so
+that tests need no clock."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,9 +28,7 @@ def wait_until(is_so: Callable[[], object], patience: float = PATIENCE) -> None:
         time.sleep(0.002)
 
 
-def in_loop(
-    test: Callable[Arguments, Coroutine[Any, Any, None]],
-) -> Callable[Arguments, None]:
+def in_loop(test: Callable[Arguments, Coroutine[Any, Any, None]]) -> Callable[Arguments, None]:
     """Runs a test that is a coroutine in an event loop of its own."""
 
     @functools.wraps(test)
@@ -64,3 +64,19 @@ class GatedRuns:
 
     def let_through(self, num_runs: int = MANY) -> None:
         self._permits.release(num_runs)
+
+
+def calls_in(function: Callable[[], Any], counts: list[int] | None = None) -> int:
+    """Returns how many functions one calls, those in C too; `counts` always holds the last sum."""
+    counted = [0] if counts is None else counts
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        counted[0] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return counted[0]

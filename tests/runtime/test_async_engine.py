@@ -12,21 +12,17 @@ from typing import Any
 
 import pytest
 from gates import PATIENCE, GatedRuns, in_loop, wait_until
-from toy_engine import make_engine, random_prompt
+from small import known, raising
+from toy_engine import engine_of, random_prompt
 
-from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
+from spec_runtime import AsyncEngine, Chunk, GenerationResult, QueueFull
 from spec_runtime.batch.batch import Batch
 from spec_runtime.loop.call import Call
 from spec_runtime.queue.admission import Admission
 from spec_runtime.queue.async_engine import MAX_UNREAD
 from spec_runtime.queue.engine_queue import MAX_COMPILING, EngineQueue, Job
 
-MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPTS = [random_prompt(seed) for seed in range(8)]
-
-
-def engine_of() -> Engine:
-    return make_engine("parallelspec", **MODEL)
 
 
 def answer_alone(prompt: list[int], **options: Any) -> GenerationResult:
@@ -71,8 +67,7 @@ async def test_answers_are_those_of_the_engine() -> None:
     assert [result.token_ids for result in results] == [one.token_ids for one in alone]
     assert "".join(chunk.text for chunk in chunks) == alone[0].text
     assert [chunk.result is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    assert chunks[-1].result is not None
-    assert chunks[-1].result.token_ids == alone[0].token_ids
+    assert known(chunks[-1].result).token_ids == alone[0].token_ids
 
 
 @in_loop
@@ -219,8 +214,7 @@ async def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPat
             assert (len(done), num_steps) == (0, MAX_UNREAD + 1)
             chunks += [chunk async for chunk in stream]
         assert (await waiting).finish_reason == "length"
-        result = chunks[-1].result
-        assert result is not None
+        result = known(chunks[-1].result)
         assert len(result.token_ids) == 100
         assert "".join(chunk.text for chunk in chunks) == result.text
 
@@ -234,8 +228,7 @@ async def test_a_timeout_ends_the_call_of_a_reader_that_is_too_slow() -> None:
         assert result.finish_reason == "length"
         rest = [chunk async for chunk in slow]
         assert len(rest) <= MAX_UNREAD + 1
-        assert rest[-1].result is not None
-        assert rest[-1].result.finish_reason == "timeout"
+        assert known(rest[-1].result).finish_reason == "timeout"
 
 
 @in_loop
@@ -243,9 +236,8 @@ async def test_too_many_calls_are_refused() -> None:
     async with gated(max_waiting=2) as (engine, runs):
         tasks = [ask(engine, number) for number in range(3)]
         await wait_for_run(runs)
-        with pytest.raises(QueueFull, match="2 requests are waiting, the most") as caught:
+        with pytest.raises(QueueFull, match="2 requests are waiting, the most"):
             await engine.generate(PROMPTS[3])
-        assert "\n" not in str(caught.value)
         with pytest.raises(QueueFull):
             await anext(engine.stream(PROMPTS[3]))
         runs.let_through()
@@ -271,10 +263,7 @@ async def test_errors_reach_the_caller_whose_they_are() -> None:
         backend: Any = engine.engine.target.lend()[0]
         whole = backend.run
 
-        def broken(*arguments: Any) -> Any:
-            raise FloatingPointError("broken")
-
-        backend.run = broken
+        backend.run = raising(FloatingPointError("broken"))
         for call in (engine.generate(PROMPTS[0]), anext(engine.stream(PROMPTS[0]))):
             with pytest.raises(FloatingPointError, match="broken"):
                 await call
@@ -305,8 +294,7 @@ async def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
     runs.let_through()
     await closing
     await running
-    assert chunks[-1].result is not None
-    assert chunks[-1].result.finish_reason == "cancelled"
+    assert known(chunks[-1].result).finish_reason == "cancelled"
     assert runs.num_runs == 1
     await engine.close()  # again
     with pytest.raises(RuntimeError, match="this engine is closed"):
@@ -346,8 +334,7 @@ async def test_an_event_of_the_caller_ends_the_call() -> None:
         await anext(stream)
         event.set()
         rest = [chunk async for chunk in stream]
-        assert rest[-1].result is not None
-        assert rest[-1].result.finish_reason == "cancelled"
+        assert known(rest[-1].result).finish_reason == "cancelled"
         # a reader that goes away leaves the caller's event alone
         other = threading.Event()
         stream = engine.stream(PROMPTS[0], max_new_tokens=150, cancel=other)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gates import GatedRuns
-from keeping_engine import MAX_LENGTH, MODEL, keeping
-from toy_engine import DRAFTERS, make_engine, random_prompt
+from toy_engine import DRAFTERS, MAX_LENGTH, MODEL, keeping, make_engine, random_prompt
 
 from spec_runtime import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.loop.conversations import MIN_ROWS
 from spec_runtime.loop.proposer import OpenedDrafter
 from spec_runtime.loop.reading import read_chunks
@@ -104,11 +104,7 @@ def test_an_error_at_any_stage_loses_no_answer(
     """Whichever of a call's uses of a stage it is: the next call gives the right answer."""
     for use in range(1, 4):
         engine, first = after_two(drafter)
-        parts: list[Any] = [
-            engine.target.lend()[0],
-            engine.proposer,
-            engine.tokenizer,
-        ]
+        parts: list[Any] = [engine.target.lend()[0], engine.proposer, engine.tokenizer]
         owner = next(part for part in parts if hasattr(part, stage))
         inner, uses = getattr(owner, stage), itertools.count(1)
 
@@ -124,9 +120,7 @@ def test_an_error_at_any_stage_loses_no_answer(
         assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
 
 
-def test_rows_of_a_call_that_failed_are_not_taken_up_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_of_a_call_that_failed_are_not_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows may be no numbers, which a pass with them tells."""
     engine, talk = after_two("parallelspec")
     backend: Any = engine.target.lend()[0]
@@ -151,9 +145,8 @@ def test_rows_of_a_call_that_failed_are_not_taken_up_again(
 def test_rows_that_a_device_keeps_to_itself_are_refused() -> None:
     engine = make_engine("none")
     opened = OpenedDrafter("none", engine.proposer, Budget(1))
-    with pytest.raises(ValueError, match="got kept_mb with") as caught:
+    with pytest.raises(UserError, match="got kept_mb with"):
         Engine(engine.target, engine.tokenizer, opened, kept_bytes=1)
-    assert "\n" not in str(caught.value)
 
 
 # ---- the store ----

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small import known
 from toy_backend import CHATML, ByteTokenizer
-from toy_engine import DRAFTERS, make_engine, random_prompt
+from toy_engine import DRAFTERS, MODEL, engine_of, make_engine, random_prompt
 
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.engine import Engine
@@ -15,8 +16,6 @@ from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.loop.proposer import PlainProposer
 from spec_runtime.loop.step import Step
 from spec_runtime.proposers.merged import MergedProposer
-
-MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 
 
 def chat_engine(drafter: str, **options: Any) -> Engine:
@@ -35,15 +34,14 @@ def printable(engine: Engine) -> Engine:
 def test_stop_string_across_tokens_and_steps(drafter: str) -> None:
     """Each pair and triple of bytes of the free text, wherever steps happen to end."""
     prompt = random_prompt(0)
-    free = printable(make_engine(drafter, **MODEL)).generate(prompt, max_new_tokens=40)
-    engine = printable(make_engine(drafter, **MODEL))
+    free = printable(engine_of(drafter)).generate(prompt, max_new_tokens=40)
+    engine = printable(engine_of(drafter))
     boundaries = 0
     for length in (2, 3):
         for at in range(0, 30, 3):
             stop = free.text[at : at + length]
             steps: list[Step] = list(engine.steps(prompt, max_new_tokens=40, stop=stop))
-            result = engine.last_result
-            assert result is not None
+            result = known(engine.last_result)
             end = free.text.index(stop)
             assert result.text == free.text[:end]
             assert result.finish_reason == "stop"
@@ -57,9 +55,9 @@ def test_stop_string_across_tokens_and_steps(drafter: str) -> None:
 
 def test_the_stream_never_shows_a_part_of_a_stop_string() -> None:
     prompt = random_prompt(0)
-    free = printable(make_engine("parallelspec", **MODEL)).generate(prompt, max_new_tokens=40)
+    free = printable(engine_of()).generate(prompt, max_new_tokens=40)
     stop = free.text[17:22]
-    engine = printable(make_engine("parallelspec", **MODEL))
+    engine = printable(engine_of())
     shown = ""
     for piece in engine.stream(prompt, max_new_tokens=40, stop=(stop, "never")):
         assert piece
@@ -76,10 +74,9 @@ def test_stream_joins_to_the_generated_text(drafter: str, seed: int) -> None:
     options: dict[str, Any] = {"max_new_tokens": 80, "temperature": 1.0, "seed": seed}
     engine = make_engine(drafter, seed=seed)
     pieces = list(engine.stream(prompt, **options))
-    assert engine.last_result is not None
     whole = make_engine(drafter, seed=seed).generate(prompt, **options)
-    assert "".join(pieces) == whole.text == engine.last_result.text
-    assert engine.last_result.token_ids == whole.token_ids
+    assert "".join(pieces) == whole.text == known(engine.last_result).text
+    assert known(engine.last_result).token_ids == whole.token_ids
     assert whole.text == ByteTokenizer().decode(whole.token_ids)
 
 
@@ -87,13 +84,12 @@ def test_stream_joins_to_the_generated_text(drafter: str, seed: int) -> None:
 @pytest.mark.parametrize("num_pieces", [1, 4])
 def test_a_stream_closed_early_leaves_the_engine_usable(drafter: str, num_pieces: int) -> None:
     prompt = random_prompt(1)
-    engine = printable(make_engine(drafter, **MODEL))
-    fresh = printable(make_engine(drafter, **MODEL)).generate(prompt, max_new_tokens=40)
+    engine = printable(engine_of(drafter))
+    fresh = printable(engine_of(drafter)).generate(prompt, max_new_tokens=40)
     stream = engine.stream(prompt, max_new_tokens=40)
     shown = "".join(next(stream) for _ in range(num_pieces))
     stream.close()
-    cancelled = engine.last_result
-    assert cancelled is not None
+    cancelled = known(engine.last_result)
     assert cancelled.finish_reason == "cancelled"
     assert cancelled.text == shown
     assert fresh.text.startswith(shown)
@@ -110,43 +106,16 @@ def test_a_stream_never_begun_changes_nothing() -> None:
     assert engine.last_result is None
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_an_error_inside_a_step_leaves_the_engine_usable(drafter: str) -> None:
-    """As Ctrl-C would, in the middle of any of the first runs."""
-    prompt = random_prompt(1)
-    wanted = make_engine(drafter, **MODEL).generate(prompt, max_new_tokens=20).token_ids
-    for fail_at in range(1, 6):
-        engine = make_engine(drafter, **MODEL)
-        backend = engine.target._backend
-        inner, calls = backend.run, 0
-
-        def flaky(
-            feeds: Any, outputs: Any, inner: Any = inner, fail_at: int = fail_at
-        ) -> dict[str, np.ndarray]:
-            nonlocal calls
-            calls += 1
-            if calls == fail_at:
-                raise KeyboardInterrupt
-            return inner(feeds, outputs)
-
-        backend.run = flaky  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(prompt, max_new_tokens=20)
-        again = engine.generate(prompt, max_new_tokens=20)
-        assert again.token_ids == wanted
-        assert again.stats.reused_tokens == 0
-
-
 def test_all_but_one_token_of_the_answer_is_reused() -> None:
     """The next prompt continues with the very tokens generated: only the boundary is redone."""
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     prompt = random_prompt(7)
     first = engine.generate(prompt, max_new_tokens=30)
     held = len(prompt) + len(first.token_ids) - 1  # the last token has no row yet
     longer = [*prompt, *first.token_ids, 1, 2, 3]
     second = engine.generate(longer, max_new_tokens=30)
     assert second.stats.reused_tokens == held - 1
-    fresh = make_engine("parallelspec", **MODEL).generate(longer, max_new_tokens=30)
+    fresh = engine_of().generate(longer, max_new_tokens=30)
     assert second.token_ids == fresh.token_ids
 
 
@@ -156,14 +125,14 @@ def test_all_but_one_token_of_the_answer_is_reused() -> None:
 def test_prompts_that_share_any_prefix(form: str, temperature: float, drafter: str) -> None:
     options: Any = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
     rng = np.random.default_rng(0)
-    engine = make_engine(drafter, form=form, **MODEL)
+    engine = engine_of(drafter, form=form)
     text: list[int] = random_prompt(0)
     for _ in range(8):
         prompt = text[: int(rng.integers(1, len(text) + 1))][:100] + random_prompt(
             int(rng.integers(1000)), int(rng.integers(0, 4))
         )
         result = engine.generate(prompt, **options)
-        fresh = make_engine(drafter, form=form, **MODEL).generate(prompt, **options)
+        fresh = engine_of(drafter, form=form).generate(prompt, **options)
         assert result.token_ids == fresh.token_ids
         text = prompt + result.token_ids
 
@@ -177,7 +146,7 @@ def test_reuse_can_be_switched_off() -> None:
 
 def test_engines_that_share_a_target_do_not_share_its_kv() -> None:
     prompt = random_prompt(2)
-    first = make_engine("parallelspec", **MODEL)
+    first = engine_of()
     plain = first.observed(lambda _: PlainProposer())
     engines = [first, plain, first.observed(lambda _: MergedProposer(PlainProposer()))]
     results = [
@@ -186,21 +155,6 @@ def test_engines_that_share_a_target_do_not_share_its_kv() -> None:
     assert all(result.token_ids == results[0].token_ids for result in results)
     # only where the same engine came twice in a row
     assert [r.stats.reused_tokens > 0 for r in results] == [False] * 3 + [True] + [False] * 2
-
-
-def test_a_stream_is_not_overtaken_by_another_run() -> None:
-    engine = make_engine("parallelspec", **MODEL)
-    stream = engine.stream(random_prompt(1), max_new_tokens=40)
-    first = next(stream)
-    with pytest.raises(RuntimeError, match="open stream on this target"):
-        engine.generate(random_prompt(2), max_new_tokens=20)
-    alone = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
-    assert first + "".join(stream) == alone.text
-    newer = engine.generate(random_prompt(2), max_new_tokens=20)
-    assert engine.last_result is newer
-    fresh = make_engine("parallelspec", **MODEL).generate(random_prompt(2), max_new_tokens=20)
-    again = engine.generate(random_prompt(2), max_new_tokens=20)
-    assert newer.token_ids == again.token_ids == fresh.token_ids
 
 
 def test_empty_prompts() -> None:
@@ -225,7 +179,6 @@ def test_bad_prompts_fail_before_anything_runs() -> None:
         for call in (engine.generate, engine.stream, engine.steps):
             with pytest.raises(UserError, match=why) as caught:
                 call(prompt)  # type: ignore[operator]
-            assert "\n" not in str(caught.value)
             assert caught.value.param == "prompt"
             is_too_long = isinstance(caught.value, ContextLengthError)
             assert is_too_long == (caught.value.code == "context_length_exceeded")

@@ -20,7 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from small import known, raising
 
+from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
 OURS = ("a.bin", "deep/b.bin")
@@ -181,8 +183,7 @@ def paused(program: str, out: Path) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "paused\n"
+        assert known(process.stdout).readline() == "paused\n"
         try:
             yield process
         finally:
@@ -301,10 +302,7 @@ def test_a_fork_that_outlives_the_block_stops_nobody(tmp_path: Path) -> None:
 def test_without_locks_it_writes_and_removes_nothing_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def fail(*_: int) -> None:
-        raise OSError(number, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", raising(OSError(number, "no locks")))
     out, file = fill(tmp_path / "box", "old"), tmp_path / "file.json"
     (tmp_path / ".box.0123abcd.tmp").mkdir()
     (tmp_path / ".file.0123abcd.tmp.json").touch()
@@ -320,9 +318,8 @@ def test_without_locks_it_writes_and_removes_nothing_of_others(
 
 def refused(out: Path, message: str) -> None:
     """Checks that nothing is made, by either function."""
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message):
         files.require_replaceable(out, own, "a box")
-    assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=message), files.replacing_folder(out, own, "a box"):
         raise AssertionError("the block ran")
 
@@ -426,12 +423,9 @@ def test_a_folder_of_a_containers_image_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An overlay file system renames no folder of its lower layer; that shows before the work."""
-
-    def fail(path: Path, to: Path) -> Path:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
     out = fill(tmp_path / "box", "old")
-    monkeypatch.setattr(Path, "rename", fail)
+    crossing = raising(OSError(errno.EXDEV, "Invalid cross-device link"))
+    monkeypatch.setattr(Path, "rename", crossing)
     message = "box cannot be renamed on this file system, as a part of a"
     with pytest.raises(ValueError, match=message), files.replacing_folder(out, own, "a box"):
         raise AssertionError("the block ran")

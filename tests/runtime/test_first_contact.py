@@ -20,6 +20,7 @@ from workshop import Workshop
 from spec_runtime.backends.base import Runtime
 from spec_runtime.backends.cuda import libraries as cuda_libraries
 from spec_runtime.backends.cuda.libraries import DRIVER, LIBRARIES, library_folders
+from spec_runtime.errors import UserError
 
 ABSENT = "cannot open shared object file"
 
@@ -72,27 +73,24 @@ def put(folder: Path, *names: str) -> Path:
 
 def test_without_a_driver_no_library_is_asked_for(linker: Linker) -> None:
     linker.system.clear()
-    with pytest.raises(ValueError, match=rf"got no NVIDIA driver here \({DRIVER}: .*GPU") as error:
+    with pytest.raises(UserError, match=rf"got no NVIDIA driver here \({DRIVER}: .*GPU"):
         cuda_libraries.require_gpu()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_named_with_its_wheel(linker: Linker, name: str) -> None:
     linker.system |= set(LIBRARIES) - {name}
     expected = rf"got no {name} \({name}: {ABSENT}\).*pip install {LIBRARIES[name]}, or"
-    with pytest.raises(ValueError, match=expected) as error:
+    with pytest.raises(UserError, match=expected):
         cuda_libraries.require_gpu()
-    assert "\n" not in str(error.value)
 
 
 def test_a_gpu_that_cannot_be_used_is_one_line(linker: Linker) -> None:
     linker.system |= set(LIBRARIES)
     cuda_libraries.require_gpu()
     linker.fault = 35
-    with pytest.raises(ValueError, match=r"got no usable GPU \(error 35\), expected") as error:
+    with pytest.raises(UserError, match=r"got no usable GPU \(error 35\), expected"):
         cuda_libraries.require_gpu()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("folder", ["nvidia/cu13/lib", "torch/lib"])
@@ -122,9 +120,8 @@ def test_libraries_asked_for_come_first_and_the_system_s_last(
 
 @pytest.mark.parametrize("backend", ["cuda_eager", "tensorrt_eager"])
 def test_the_names_that_the_flag_replaced_are_answered_with_it(backend: str) -> None:
-    with pytest.raises(ValueError, match=r"expected one of .*; --no-cuda-graphs leaves") as error:
+    with pytest.raises(UserError, match=r"expected one of .*; --no-cuda-graphs leaves"):
         Runtime(backend)
-    assert "\n" not in str(error.value)
     assert not Runtime("cuda", cuda_graphs=False).has_cuda_graphs
     assert Runtime("cuda").has_cuda_graphs
     assert not Runtime("onnxruntime").has_cuda_graphs

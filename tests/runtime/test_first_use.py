@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_clock import FakeClock
-from small import toy_engine
+from small import known, toy_engine
 from toy_backend import ToyTarget
 from toy_bundle import write_bundle
 from tuning import COSTS, opened_anew
@@ -56,13 +56,11 @@ def test_a_bundle_is_measured_once(
     assert caplog.records[0].levelno == logging.INFO, "a note, no warning"
     (file,) = profile_cache.glob("*.json")
     key = profile.key_of(bundles.read(folder, verify=False), drafter, 1)
-    found = profile.find(key)
-    assert found is not None
+    found = known(profile.find(key))
     assert (found.curve, found.is_tuned, profile.path_of(key)) == (profile.FIRST_USE, False, file)
     assert [n for n, _ in found.costs.verify] == [1, 2, 4, 8, 16]
     assert isinstance(first.proposer, Pacer)
-    assert found.choice.trees is not None
-    assert first.budget == found.choice.trees.budget()
+    assert first.budget == known(found.choice.trees).budget()
     assert not first.is_tuned
     assert first.generate("hello", max_new_tokens=30).token_ids == expected
     before = file.read_bytes()
@@ -104,8 +102,7 @@ def test_costs_of_a_busy_machine_are_measured_again_at_later_loads(
 
     def load() -> Profile:
         opened_anew(toy_graphs, folder, threads=1).with_drafter(None)
-        found = profile.find(key)
-        assert found is not None
+        found = known(profile.find(key))
         return found
 
     first = load()
@@ -231,10 +228,9 @@ def test_trees_have_the_step_times_of_their_context() -> None:
         pacer.commit(Step([1, 1], 1))
     for number, budget in zip((7, 8), noting.budgets, strict=True):
         assert isinstance(budget.growth, Grown)
-        assert budget.growth.terms is not None
         costs = FAR.at(number * CONTEXT_ROWS)
-        assert [*budget.growth.terms.step_ms] == [*costs.step_ms(4)]
-        assert budget.growth.terms.rate >= 1 / costs.plain
+        assert [*known(budget.growth.terms).step_ms] == [*costs.step_ms(4)]
+        assert known(budget.growth.terms).rate >= 1 / costs.plain
 
 
 def test_a_pause_is_longer_where_steps_lost_more() -> None:

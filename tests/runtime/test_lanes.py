@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from gates import PATIENCE, GatedRuns, in_loop, wait_until
-from keeping_engine import keeping
-from small import ToyOpener, toy_engine
-from toy_engine import DRAFTERS, make_engine, random_prompt
+from small import ToyOpener, known, raising, toy_engine
+from toy_engine import DRAFTERS, keeping, make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Engine, Session, UserError
 from spec_runtime.backends import GraphRun, run_each
@@ -38,6 +37,13 @@ PROMPTS = [f"{'ab' * n} say" for n in range(1, 9)]
 def results_of(batch: Batch, calls: Sequence[Any]) -> list[GenerationResult]:
     results = {n: chunk.result for n, chunk in batch.answer(calls) if chunk.result is not None}
     return [results[n] for n in range(len(calls))]
+
+
+def begin(batch: Batch, calls: Sequence[Any]) -> Batch:
+    """Begins each call on a lane of its own."""
+    for number, call in enumerate(calls):
+        batch.begin(known(batch.lane_for(call)), number, call)
+    return batch
 
 
 # ----------------------------------------------------------------------------- what is answered
@@ -108,14 +114,9 @@ def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.Monke
     batch = Batch(engine, 3)
     expected = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in PROMPTS[:3]]
     calls = [engine.prepare(prompt, max_new_tokens=20) for prompt in PROMPTS[:3]]
-    for number, call in enumerate(calls):
-        lane = batch.lane_for(call)
-        assert lane is not None
-        batch.begin(lane, number, call)
+    begin(batch, calls)
 
-    def fail(*arguments: object, **options: object) -> None:
-        raise ValueError("it broke")
-
+    fail = raising(ValueError("it broke"))
     victim: Any = engine.lane(1)
     if failing == "propose":
         monkeypatch.setattr(victim.proposer, "drafting", fail)
@@ -181,12 +182,7 @@ def test_a_pass_is_run_below_few_generators(way: str, monkeypatch: pytest.Monkey
 
 def test_closing_an_engine_waits_for_no_batch_between_two_turns() -> None:
     engine = toy_engine()
-    batch = Batch(engine, 2)
-    for number, prompt in enumerate(PROMPTS[:2]):
-        call = engine.prepare(prompt, max_new_tokens=30)
-        lane = batch.lane_for(call)
-        assert lane is not None
-        batch.begin(lane, number, call)
+    batch = begin(Batch(engine, 2), [engine.prepare(p, max_new_tokens=30) for p in PROMPTS[:2]])
     found = batch.turn()
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
@@ -315,9 +311,8 @@ async def test_a_slow_reader_holds_its_own_lane_only() -> None:
             result = await engine.generate(prompt, max_new_tokens=20)
             assert result.token_ids == toy_engine().generate(prompt, max_new_tokens=20).token_ids
         chunks += [chunk async for chunk in slow]
-    assert chunks[-1].result is not None
     alone = toy_engine().generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
-    assert chunks[-1].result.token_ids == alone.token_ids
+    assert known(chunks[-1].result).token_ids == alone.token_ids
     assert len(chunks) > MAX_UNREAD + 2
 
 
@@ -535,14 +530,13 @@ def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None
     """Below fp32 a seed promises the same tokens, and so the same trees, whoever is beside."""
     engine = toy_engine("prompt_lookup")
     batch = Batch(engine, 2)
-    for number, options in enumerate(({"temperature": 0.8, "seed": 1}, {})):
-        call = engine.prepare(PROMPTS[number], max_new_tokens=40, **options)  # type: ignore[arg-type]
-        lane = batch.lane_for(call)
-        assert lane is not None
+    options: Any = ({"temperature": 0.8, "seed": 1}, {})
+    for lane in batch._lanes:
         lane.engine.target.precision = "int8"
-        batch.begin(lane, number, call)
     judged: list[bool] = []
     batch._pace.judge = lambda pacer, *step: judged.append(pacer.is_shared)  # type: ignore[method-assign]
+    calls = [engine.prepare(PROMPTS[n], max_new_tokens=40, **options[n]) for n in (0, 1)]
+    begin(batch, calls)
     for _ in range(4):
         batch.turn()
     assert [lane.pacer.is_shared for lane in batch._order] == [False, True]
@@ -579,11 +573,8 @@ def test_passes_are_reported() -> None:
 def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
     engine = toy_engine("prompt_lookup")
     alone = [step.num_drafted for step in engine.steps(PROMPTS[7], max_new_tokens=40)]
-    batch = Batch(engine, len(PROMPTS))
-    for call in [engine.prepare(prompt, max_new_tokens=40) for prompt in PROMPTS]:
-        lane = batch.lane_for(call)
-        assert lane is not None
-        batch.begin(lane, None, call)
+    calls = [engine.prepare(prompt, max_new_tokens=40) for prompt in PROMPTS]
+    batch = begin(Batch(engine, len(PROMPTS)), calls)
     most = 0
     while batch.num_active == len(PROMPTS):
         for _, chunk in batch.turn():
@@ -667,10 +658,7 @@ def test_each_call_that_waits_has_a_lane_opened(monkeypatch: pytest.MonkeyPatch)
         assert [batch.lane_for(call) for call in calls[1:]] == [None, None, None]
     may_open.set()
     wait_until(lambda: engine.num_lanes == 3)
-    for call in calls[1:]:
-        lane = batch.lane_for(call)
-        assert lane is not None
-        batch.begin(lane, "later", call)
+    begin(batch, calls[1:])
     batch.end_opening()
     assert engine.num_lanes == 3
     batch.close()

@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small import known
 from toy_backend import FEATURE_WIDTH, ToyTarget
 from toy_bundle import SCRATCH, write_bundle
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundle
+from spec_runtime.errors import UserError
 from spec_runtime.loop import answering
 from spec_runtime.trees.budget import Budget, Grown, Static
 
 pytestmark = pytest.mark.usefixtures("toy_graphs")
+
+WIDE = {"num_masks": 16, "mask_token_base": 258, "inputs": "tokens"}
 
 
 def test_the_default_drafter_is_the_first_else_prompt_lookup(tmp_path: Path) -> None:
@@ -48,8 +52,7 @@ def test_text_goes_in_and_out(tmp_path: Path) -> None:
     assert engine.tokenizer.decode([256, *ids, 257]) == text
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}
     pieces = "".join(engine.stream("grüß", **options))
-    result = engine.last_result
-    assert result is not None
+    result = known(engine.last_result)
     assert pieces == result.text == engine.tokenizer.decode(result.token_ids)
 
 
@@ -87,64 +90,44 @@ def test_a_bundle_of_an_older_version_with_a_graph_for_nobody_still_runs(
     assert len(toy_graphs) == 1, "the target's only"
 
 
-def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'from_the_future' needs a newer runtime"):
-        spec_runtime.load(write_bundle(tmp_path, ("from_the_future",)))
-
-
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "arguments", "why"),
     [
-        ({"vocab_size": 300}, "got 258 tokens, expected the manifest's 300"),
-        ({"num_logits": 200}, "at most the target's 200"),
-        ({"trees": {"nodes": 3}}, "trees: got unknown key 'nodes'; expected keys max_nodes"),
-        ({"trees": {"max_nodes": 17}}, "trees of 17 nodes, expected at most .* 16"),
-        ({"trees": {"lookup_nodes": -1}}, "trees.lookup_nodes: got int -1, expected 0 or more"),
-        ({"trees": {"paths": [[0], 1]}}, "got trees paths .*, expected lists of ranks below"),
-        ({"trees": {"paths": [[1, 0]]}}, r"got path \[1, 0\], expected"),
-        ({"config": {"num_masks": 3}}, "expected num_masks, mask_token_base, inputs"),
-        (
-            {"config": {"num_masks": 16, "mask_token_base": 258, "inputs": "tokens"}},
-            "got 16 masks, expected fewer than the bundle's scratch of 16",
-        ),
+        ({"vocab_size": 300}, {}, "got 258 tokens, expected the manifest's 300"),
+        ({"num_logits": 200}, {}, "at most the target's 200"),
+        ({"trees": {"nodes": 3}}, {}, "trees: got unknown key 'nodes'; expected keys max_nodes"),
+        ({"trees": {"max_nodes": 17}}, {}, "trees of 17 nodes, expected at most .* 16"),
+        ({"trees": {"lookup_nodes": -1}}, {}, "trees.lookup_nodes: got int -1, expected 0 or more"),
+        ({"trees": {"paths": [[0], 1]}}, {}, "got trees paths .*, expected lists of ranks below"),
+        ({"trees": {"paths": [[1, 0]]}}, {}, r"got path \[1, 0\], expected"),
+        ({"config": {"num_masks": 3}}, {}, "expected num_masks, mask_token_base, inputs"),
+        ({"config": WIDE}, {}, "got 16 masks, expected fewer than the bundle's scratch of 16"),
+        ({"drafters": ("from_the_future",)}, {}, "'from_the_future' needs a newer runtime"),
+        ({}, {"context": 1}, "got context 1, expected 16 or more"),
+        ({}, {"drafter": "none", "lookup": True}, "with drafter none, expected a trained one"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_line(
-    tmp_path: Path, changes: dict[str, Any], why: str
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], arguments: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(ValueError, match=why) as caught:
-        spec_runtime.load(write_bundle(tmp_path, ("parallelspec",), **changes))
-    assert "\n" not in str(caught.value)
+    made = {"drafters": ("parallelspec",), **changes}
+    with pytest.raises(UserError, match=why):
+        spec_runtime.load(write_bundle(tmp_path, **made), **arguments)
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("threads", "2"),
-        ("threads", 0),
-        ("threads", -1),
-        ("threads", 1.5),
-        ("threads", True),
-        ("drafter", 3),
-        ("verify", 1),
-        ("verify", None),
-        ("lookup", "yes"),
-        ("profile", "no"),
-        ("strict", 0),
-        ("backend", None),
-        ("backend", ["cuda"]),
-        ("path", None),
-        ("path", 7),
+        *(("threads", value) for value in ("2", 0, -1, 1.5, True)),
+        *(("verify", 1), ("verify", None), ("lookup", "yes"), ("profile", "no"), ("strict", 0)),
+        *(("drafter", 3), ("backend", None), ("backend", ["cuda"]), ("path", None), ("path", 7)),
     ],
 )
-def test_an_argument_of_a_wrong_type_is_one_clear_line(
-    tmp_path: Path, argument: str, value: Any
-) -> None:
+def test_an_argument_of_a_wrong_type_is_refused(tmp_path: Path, argument: str, value: Any) -> None:
     arguments = {"path": write_bundle(tmp_path), argument: value}
-    with pytest.raises(ValueError, match=rf"{argument}\b.*, expected") as caught:
+    with pytest.raises(UserError, match=rf"{argument}\b.*, expected") as caught:
         spec_runtime.load(**arguments)
     assert str(value) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_numpys_number_of_threads_is_taken(tmp_path: Path, toy_graphs: list[ToyTarget]) -> None:
@@ -158,17 +141,15 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(bundle.BundleError, match=r"tokenizer\.json"):  # by its hash
         spec_runtime.load(folder)
-    with pytest.raises(bundle.BundleError, match="is not a tokenizer") as caught:
+    with pytest.raises(bundle.BundleError, match="is not a tokenizer"):
         spec_runtime.load(folder, verify=False)
-    assert "\n" not in str(caught.value)
 
 
 def test_eos_and_bos_reach_the_chat_template(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}")
     engine = spec_runtime.load(folder, "none", verify=False)
-    assert engine.tokenizer.template is not None
-    assert engine.tokenizer.template.render([{"role": "user", "content": ""}]) == "<s>|</s>"
+    assert known(engine.tokenizer.template).render([{"role": "user", "content": ""}]) == "<s>|</s>"
     assert engine.encode("x") == [256, *engine.tokenizer.encode("|", False), 257]
 
 
@@ -196,20 +177,6 @@ def test_lookup_may_be_merged_into_a_trained_drafters_trees(tmp_path: Path) -> N
         for engine in (merged, alone):
             assert engine.generate(prompt, max_new_tokens=40).token_ids == expected
     assert alone.with_drafter(None).drafter == merged.drafter
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"context": 1}, "got context 1, expected 16 or more"),
-        ({"drafter": "none", "lookup": True}, "with drafter none, expected a trained one"),
-    ],
-)
-def test_memory_and_lookup_need_a_drafter_that_takes_them(
-    tmp_path: Path, arguments: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        spec_runtime.load(write_bundle(tmp_path, ("parallelspec",)), **arguments)
 
 
 @pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (2.0, 1)])

@@ -144,7 +144,6 @@ def test_without_room_for_files_weights_are_packed_in_memory(
     assert answer(write(tmp_path, 2.0)) == 2.0 * WIDTH
     (warning,) = warnings.messages
     assert "packed weights of scale.onnx are not kept" in warning
-    assert "\n" not in warning
 
 
 def overwrite(path: Path, content: Any) -> None:
@@ -187,38 +186,34 @@ DAMAGES: list[Callable[[Path], object]] = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_packed_anew(
-    damage: Callable[[Path], object],
-    tmp_path: Path,
-    cache: Path,
-    warnings: pytest.LogCaptureFixture,
+    tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, 2.0)
     answer(path)
-    (folder,) = packed_folders(cache)
-    damage(folder)
-    for _ in range(2):  # packed anew, and read
-        assert answer(path) == 2.0 * WIDTH
-    assert warnings.messages == ["packed weights of scale.onnx are damaged: they are packed anew"]
+    for damage in DAMAGES:
+        warnings.clear()
+        (folder,) = packed_folders(cache)
+        damage(folder)
+        for _ in range(2):  # packed anew, and read
+            assert answer(path) == 2.0 * WIDTH
+        damaged = "packed weights of scale.onnx are damaged: they are packed anew"
+        assert warnings.messages == [damaged], damage
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"hashes": ["weights.bin"]}'])
 def test_a_damaged_seal_stops_no_other_graph(
-    text: str, tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
+    tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     answer(write(tmp_path, 2.0))
     (folder,) = packed_folders(cache)
-    (folder / SEAL).write_text(text)
-    assert answer(write(tmp_path, 3.0)) == 3.0 * WIDTH
+    for number, text in enumerate(["[" * 100_000, "[]", '{"hashes": ["weights.bin"]}']):
+        (folder / SEAL).write_text(text)
+        assert answer(write(tmp_path, 3.0 + number)) == (3.0 + number) * WIDTH
     assert warnings.messages == []
 
 
 def test_a_copy_of_the_files_is_as_good(
-    tmp_path: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warnings: pytest.LogCaptureFixture,
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, 2.0)
     answer(path)
@@ -230,10 +225,7 @@ def test_a_copy_of_the_files_is_as_good(
 
 
 def test_files_that_onnx_runtime_does_not_take_are_ignored(
-    tmp_path: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warnings: pytest.LogCaptureFixture,
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     def write_nonsense(path: Path, folder: Path) -> None:
         for name in (packed_files.GRAPH, WEIGHTS):
@@ -243,7 +235,6 @@ def test_files_that_onnx_runtime_does_not_take_are_ignored(
     assert answer(write(tmp_path, 2.0)) == 2.0 * WIDTH
     (warning,) = warnings.messages
     assert "is ignored" in warning
-    assert "\n" not in warning
 
 
 def test_weights_of_another_hash_than_the_manifest_lists_are_not_packed(

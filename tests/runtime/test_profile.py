@@ -27,6 +27,16 @@ from spec_runtime.trees.budget import Budget, Grown, Static
 pytestmark = pytest.mark.usefixtures("toy_graphs")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_bundle(tmp_path, ("parallelspec",))
+
+
+@pytest.fixture
+def key(folder: Path) -> Key:
+    return profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
+
+
 def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
     candidates = (
         Candidate(PLAIN, None, 1.0, 1.0, 50.0, 1.0, 1.0),
@@ -181,41 +191,40 @@ def tampered(stored: Profile, at: tuple[str | int, ...], value: Any) -> str:
 
 
 @pytest.mark.first_use
-@pytest.mark.parametrize(("at", "value"), TAMPERED, ids=lambda given: f"{given!s:.60}")
+@pytest.mark.parametrize("part", range(4))
 def test_a_tampered_profile_is_dropped_and_measured_anew(
     profile_cache: Path,
-    tmp_path: Path,
+    folder: Path,
+    key: Key,
     toy_graphs: list[ToyTarget],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    at: tuple[str | int, ...],
-    value: Any,
+    part: int,
 ) -> None:
     monkeypatch.setattr(first_use, "PASS_SECONDS", 0.0)
-    folder = write_bundle(tmp_path, ("parallelspec",))
-    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
     whole = replace(some_profile(PAYING, key), costs=replace(COSTS, context=200, far=FAR))
     path = profile.write(whole)
     assert profile.find(key) == whole
-    expected = opened_anew(toy_graphs, folder, drafter="none", threads=1)
-    path.write_text(tampered(whole, at, value))
-    engine = opened_anew(toy_graphs, folder, threads=1)
-    asked = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
-    for options in ({"max_new_tokens": 30}, asked):
-        answer = engine.generate("hello", **options)  # type: ignore[arg-type]
-        assert answer.token_ids == expected.generate("hello", **options).token_ids  # type: ignore[arg-type]
-    note = caplog.messages[0]
-    assert str(path) in note
-    assert "costs are measured anew" in note
-    assert len([each for each in caplog.messages if "is ignored" in each]) == 1
-    assert profile.find(key) not in (None, whole), "it is overwritten"
+    asked: list[Any] = [{"max_new_tokens": 30}]
+    asked.append({**asked[0], "temperature": 1.0, "seed": 3})
+    plain = opened_anew(toy_graphs, folder, drafter="none", threads=1)
+    expected = [plain.generate("hello", **options).token_ids for options in asked]
+    for at, value in TAMPERED[part::4]:
+        caplog.clear()
+        path.write_text(tampered(whole, at, value))
+        engine = opened_anew(toy_graphs, folder, threads=1)
+        answers = [engine.generate("hello", **options).token_ids for options in asked]
+        assert answers == expected, (at, value)
+        note = caplog.messages[0]
+        assert str(path) in note, (at, value)
+        assert "costs are measured anew" in note
+        assert len([each for each in caplog.messages if "is ignored" in each]) == 1
+        assert profile.find(key) not in (None, whole), "it is overwritten"
 
 
 def test_a_profile_is_used_where_options_leave_less_room(
-    profile_cache: Path, tmp_path: Path, toy_graphs: list[ToyTarget]
+    profile_cache: Path, folder: Path, key: Key, toy_graphs: list[ToyTarget]
 ) -> None:
-    folder = write_bundle(tmp_path, ("parallelspec",))
-    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
     most = opened_anew(toy_graphs, folder, threads=1, profile=False).target.max_nodes
     grown = Budget(most, growth=Grown(0.01, ((0.5, 0.4),)))
     static = Budget(most, growth=Static(tuple((rank,) for rank in range(most - 1))))
@@ -235,83 +244,46 @@ def test_costs_of_a_far_context_that_was_slow_stay_positive() -> None:
     assert min(costs.step_ms(4)) > 0
 
 
-def a_folder(path: Path) -> None:
-    (path / "x").mkdir(parents=True)
+def lock(path: Any) -> Any:
+    return path.with_name(f".{path.name}.lock")
 
 
-def a_loop_of_links(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def an_unreadable_file(path: Path) -> None:
-    path.write_text("{}")
-    path.chmod(0)
-
-
-def an_endless_file(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-
-
-def nested(path: Path) -> None:
-    path.write_text("[" * 100_000)
-
-
-def not_a_number(path: Path) -> None:
-    path.write_text('{"key": NaN}')
-
-
-def not_utf8(path: Path) -> None:
-    path.write_bytes(b'{"key": "\xff"}')
-
-
-def a_folder_for_a_lock(path: Path) -> None:
-    path.write_text("{")
-    path.with_name(f".{path.name}.lock").mkdir()
-
-
-def a_loop_for_a_lock(path: Path) -> None:
-    path.write_text("{")
-    lock = path.with_name(f".{path.name}.lock")
-    lock.symlink_to(lock)
-
-
-def a_file_for_the_folder(path: Path) -> None:
-    path.parent.rmdir()
-    path.parent.write_text("")
-
-
-def a_loop_for_the_folder(path: Path) -> None:
-    path.parent.rmdir()
-    path.parent.symlink_to(path.parent)
-
-
-IN_ITS_PLACE = (
-    *(a_folder, a_loop_of_links, a_pipe, an_unreadable_file, an_endless_file),
-    *(nested, not_a_number, not_utf8, a_folder_for_a_lock, a_loop_for_a_lock),
-    *(a_file_for_the_folder, a_loop_for_the_folder),
-)
+IN_ITS_PLACE: dict[str, Callable[[Any], object]] = {
+    "a folder": lambda path: (path / "x").mkdir(parents=True),
+    "a loop of links": lambda path: path.symlink_to(path),
+    "a pipe": os.mkfifo,
+    "an unreadable file": lambda path: (path.write_text("{}"), path.chmod(0)),
+    "an endless file": lambda path: path.write_bytes(bytes(MOST_BYTES + 1)),
+    "nested": lambda path: path.write_text("[" * 100_000),
+    "not a number": lambda path: path.write_text('{"key": NaN}'),
+    "not UTF-8": lambda path: path.write_bytes(b'{"key": "\xff"}'),
+    "a folder for a lock": lambda path: (path.write_text("{"), lock(path).mkdir()),
+    "a loop for a lock": lambda path: (
+        path.write_text("{"),
+        lock(path).symlink_to(lock(path)),
+    ),
+    "a file for the folder": lambda path: (path.parent.rmdir(), path.parent.write_text("")),
+    "a loop for the folder": lambda path: (
+        path.parent.rmdir(),
+        path.parent.symlink_to(path.parent),
+    ),
+}
 
 
 @pytest.mark.first_use
-@pytest.mark.parametrize("put", IN_ITS_PLACE, ids=lambda put: put.__name__)
+@pytest.mark.parametrize("what", IN_ITS_PLACE)
 def test_whatever_is_in_the_place_of_a_profile_requests_are_answered(
     profile_cache: Path,
-    tmp_path: Path,
+    folder: Path,
+    key: Key,
     toy_graphs: list[ToyTarget],
     monkeypatch: pytest.MonkeyPatch,
-    put: Callable[[Path], None],
+    what: str,
 ) -> None:
     monkeypatch.setattr(first_use, "PASS_SECONDS", 0.0)
-    folder = write_bundle(tmp_path, ("parallelspec",))
-    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1)
     path = profile.path_of(key)
     path.parent.mkdir(parents=True)
-    put(path)
+    IN_ITS_PLACE[what](path)
     plain = opened_anew(toy_graphs, folder, drafter="none", threads=1)
     expected = plain.generate("hello", max_new_tokens=9).token_ids
     engine = opened_anew(toy_graphs, folder, threads=1)
@@ -329,13 +301,8 @@ def test_the_processor_has_a_name(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_opened_as_the_profile_says(
-    profile_cache: Path,
-    tmp_path: Path,
-    toy_graphs: list[ToyTarget],
+    profile_cache: Path, folder: Path, key: Key, toy_graphs: list[ToyTarget]
 ) -> None:
-    folder = write_bundle(tmp_path, ("parallelspec",))
-    opened = bundle.read(folder, verify=False)
-    key = profile.key_of(opened, "parallelspec", 1)
     assert (key.precision, key.threads) == ("fp32", 1)
     untuned = opened_anew(toy_graphs, folder, threads=1)
     expected = untuned.generate("hello", max_new_tokens=30).token_ids
@@ -361,6 +328,6 @@ def test_an_engine_is_opened_as_the_profile_says(
     assert (result.token_ids, result.stats.accepted_length) == (expected, 1.0)
     assert plain.drafter == "parallelspec"
     # whatever the folder's manifest becomes, it is another bundle
-    bundle.write_manifest(folder, replace(opened.manifest, name="other"))
+    bundle.write_manifest(folder, replace(bundle.read(folder, verify=False).manifest, name="other"))
     other = opened_anew(toy_graphs, folder, threads=1)
     assert isinstance(other.proposer, type(untuned.proposer))

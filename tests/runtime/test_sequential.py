@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_trees import features_of
+from small_trees import Recorder, features_of
 
 from spec_runtime.loop.kv import SlotCache
 from spec_runtime.loop.step import Step
@@ -40,19 +40,13 @@ class Start:
         return {"state": self._buffer}
 
 
-class PairStart:
-    """The same of the last pair, behind a cache; writes down its feeds."""
+class PairStart(Recorder):
+    """The same of the last pair, behind a cache."""
 
-    form, capacity = "slots", 64
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, np.ndarray]] = []
-
-    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        self.calls.append(feeds)
+    def answer(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         state = np.zeros((len(feeds["logit_rows"]), WIDTH), np.float32)
         state[:, 0] = feeds["features"][0, feeds["logit_rows"], 0]
-        return {name: {"state": state}[name] for name in outputs}
+        return {"state": state}
 
 
 class StepGraph:

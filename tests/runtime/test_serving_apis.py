@@ -5,20 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
-from apis import (
-    APIS,
-    COMPLETIONS_API,
-    FUNCTION,
-    Api,
-    Messages,
-    each_api,
-    each_door,
-)
+from apis import APIS, COMPLETIONS_API, FUNCTION, Api, Messages, each_api, each_door
 from served import (
     COMPLETIONS,
     HELLO,
@@ -33,6 +24,7 @@ from served import (
     tool_engine,
     toy_engine,
 )
+from small import known, raising
 from toy_backend import ByteTokenizer
 from toy_engine import make_engine
 
@@ -52,12 +44,6 @@ BEGUN = [*HELLO, {"role": "assistant", "content": "I am"}]
 CALL = '<tool_call>{"name": "look_up", "arguments": {"name": "Ada"}}</tool_call>'
 TOOLS = [{"type": "function", "function": FUNCTION}]
 LOGPROBS = "message.output_text.logprobs"
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    with in_process() as made:
-        yield made
 
 
 # ---- answers ----
@@ -113,11 +99,7 @@ def test_the_systems_message_stands_before_everything(
 
 @pytest.mark.parametrize(
     ("api", "field", "most"),
-    [
-        (CHAT_API, "stop", 16),
-        (COMPLETIONS_API, "stop", 16),
-        (MESSAGES_API, "stop_sequences", 64),
-    ],
+    [(CHAT_API, "stop", 16), (COMPLETIONS_API, "stop", 16), (MESSAGES_API, "stop_sequences", 64)],
 )
 def test_one_of_many_stop_strings_ends_an_answer(
     client: Any, api: Api, field: str, most: int
@@ -148,8 +130,7 @@ def test_an_empty_answer_is_one(api: Api, stop: Any, reason: str, ending: str) -
 
 def test_log_probabilities_are_the_engines(client: Any) -> None:
     """Of a chat and a response, whole and streamed, with the likeliest tokens and without."""
-    expected = toy_engine().generate(HELLO, max_new_tokens=20, logprobs=2).logprobs
-    assert expected is not None
+    expected = known(toy_engine().generate(HELLO, max_new_tokens=20, logprobs=2).logprobs)
     found = CHAT_API.answer(client, logprobs=True, top_logprobs=2).whole["choices"][0]["logprobs"]
     entries = found["content"]
     assert [entry["logprob"] for entry in entries] == pytest.approx([e.logprob for e in expected])
@@ -570,10 +551,6 @@ def test_a_full_server_says_when_to_come_again() -> None:
         assert client.post(COUNT, json={"messages": HELLO}).status_code == 200
 
 
-def fail(*_: object) -> None:
-    raise RuntimeError("boom")
-
-
 @pytest.mark.parametrize(
     ("api", "place"),
     [
@@ -592,13 +569,15 @@ def test_a_mistake_of_ours_is_an_error_without_details(
 ) -> None:
     kind = "api_error" if api is MESSAGES_API else "server_error"
     with monkeypatch.context() as patched:
-        patched.setattr(place, fail)
+        patched.setattr(place, raising(RuntimeError("boom")))
         reply = client.post(api.path, json=api.body())
         assert (reply.status_code, api.error(reply)["type"]) == (500, kind)
         assert "boom" not in reply.text
         assert "boom" in caplog.text
     assert client.post(api.path, json=api.body()).status_code == 200
-    monkeypatch.setattr("spec_runtime.serve.metrics.Metrics.count_answer", fail)
+    monkeypatch.setattr(
+        "spec_runtime.serve.metrics.Metrics.count_answer", raising(RuntimeError("boom"))
+    )
     text = client.post(api.path, json=api.body(stream=True)).text
     assert "boom" not in text
     *parts, last = events(text, has_names=api in (RESPONSES_API, MESSAGES_API))

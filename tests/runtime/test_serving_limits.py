@@ -35,7 +35,7 @@ from test_trials import BOMB, PATIENT, as_format
 from toy_backend import CHATML
 from toy_engine import make_engine
 
-from spec_runtime import QueueFull, SamplingParams
+from spec_runtime import QueueFull, SamplingParams, UserError
 from spec_runtime.batch.batch import Batch
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.loop.call import Call
@@ -81,8 +81,6 @@ def test_a_full_queue_is_429_and_the_rest_is_answered() -> None:
         for body in (BODY, STREAM):
             reply = client.post(COMPLETIONS, json=body)
             assert reply.status_code == 429
-            assert 1 <= int(reply.headers["retry-after"]) <= 60
-            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
         runs.let_through()
         tokens = [each.result().json()["usage"]["completion_tokens"] for each in replies]
         assert tokens == [60, 61, 62]
@@ -91,24 +89,20 @@ def test_a_full_queue_is_429_and_the_rest_is_answered() -> None:
 
 
 def test_a_grammar_that_does_not_end_keeps_nobody_waiting() -> None:
-    """Its request is over after the server's time; others are answered meanwhile."""
+    """Its stream is over after the server's time; others are answered meanwhile."""
     tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), limits=PATIENT)
     engine = make_engine("none", vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
-    with served(engine, timeout=2.0) as server, ThreadPoolExecutor(2) as pool:
+    with served(engine, timeout=2.0) as server, ThreadPoolExecutor(1) as pool:
         client = server.client()
         chat = {"messages": HELLO, "max_tokens": 4}
-        bombs = [
-            pool.submit(client.post, CHAT, json=chat | more | {"response_format": as_format(BOMB)})
-            for more in ({}, {"stream": True})
-        ]
-        wait_for(client, 1, "waiting_requests")
+        asked = {**chat, "stream": True, "response_format": as_format(BOMB)}
+        bomb = pool.submit(client.post, CHAT, json=asked)
+        wait_for(client, 1, "running_requests")
         for grammar in (None, {"type": "regex", "regex": "[ab]"}):
             assert client.post(CHAT, json={**chat, "response_format": grammar}).is_success
         assert client.get("/ready").status_code == 200
-        assert not any(bomb.done() for bomb in bombs)
-        whole, streamed = (bomb.result() for bomb in bombs)
-        assert whole.status_code == 504
-        assert events(streamed.text)[-1]["error"]["code"] == whole.json()["error"]["code"]
+        assert not bomb.done()
+        assert events(bomb.result().text)[-1]["error"]["code"] == "timeout"
         wait_for(client, 0, "running_requests")
 
 
@@ -493,12 +487,12 @@ def test_a_connection_whose_client_completes_no_request_is_closed(
 def test_a_connection_that_waits_for_answers_stays(
     last: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    guards = "spec_runtime.serve.guards."
     with held() as (server, _, runs), connect(server.port) as connection:
         connection.sendall(POST)
         runs.wait_for_run()
-        for name in (NAME + "HEAD_SECONDS", NAME + "LATE_SECONDS"):
+        for name in (NAME + "HEAD_SECONDS", NAME + "LATE_SECONDS", guards + "BODY_SECONDS"):
             monkeypatch.setattr(name, 0.01)
-        monkeypatch.setattr("spec_runtime.serve.guards.BODY_SECONDS", 0.01)
         connection.sendall(GET + b"\r\n" + last)
         time.sleep(0.1)  # in which every timer would have ended the connection
         runs.let_through()
@@ -578,6 +572,9 @@ def test_where_many_are_answered_at_once_a_full_queue_is_shorter(
     assert caught.value.seconds == seconds
 
 
+NO_ORIGINS = ("chat.example", "https://a.example/", "", "https://A.example", "https://*.example")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -589,10 +586,11 @@ def test_where_many_are_answered_at_once_a_full_queue_is_shorter(
         ({"timeout": float("nan")}, "got timeout nan, expected a finite float"),
         ({"api_key": ""}, "got an empty API key"),
         ({"hosts": ("a", "http://a")}, "got host 'http://a', expected a name or an address"),
+        *(({"cors_origins": ("*", each)}, "got origin") for each in NO_ORIGINS),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         Settings("toy", **change)
 
 

@@ -226,8 +226,7 @@ REFUSED: dict[Api, list[Row]] = {
         ({"functions": [1]}, "functions", VALUE),
         (
             {"stream": True, "stream_options": {"usage please": True}},
-            "stream_options.usage please",
-            None,
+            *("stream_options.usage please", None),
         ),
         ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", VALUE),
         ({"messages": [{"role": "user"}]}, "messages", VALUE),
@@ -241,7 +240,7 @@ REFUSED: dict[Api, list[Row]] = {
         (
             {"min_tokens": 5, "response_format": {"type": "json_object"}},
             None,
-            "'min_tokens' is not allowed together with 'response_format'.",
+            "'min_tokens' is",
         ),
         ({"prompt_logprobs": 1}, "prompt_logprobs", VALUE),
         ({"n_predict": 4}, "n_predict", None),
@@ -254,13 +253,9 @@ REFUSED: dict[Api, list[Row]] = {
         (
             {"max_tokens": 1, "max_completion_tokens": 1},
             None,
-            "'max_tokens' and 'max_completion_tokens' exclude each other.",
+            "'max_completion_tokens' exclude",
         ),
-        (
-            {"stream_options": {}, "stream": False},
-            None,
-            "'stream_options' is only allowed when 'stream' is true.",
-        ),
+        ({"stream_options": {}, "stream": False}, None, "only allowed when 'stream' is true."),
         ({"n": 9}, "n", VALUE),
         ({"stop": [*"abcdefghijklmnopq"]}, "stop", VALUE),
         ({"stop": [""]}, "stop", VALUE),
@@ -270,11 +265,7 @@ REFUSED: dict[Api, list[Row]] = {
         ({"drafter": "hydra"}, "drafter", "unknown_drafter"),
         ({"tools": [{"type": "function"}]}, "tools", VALUE),
         ({"tool_choice": {"type": "allowed_tools", "mode": "any"}, "tools": [{}]}, None, "a mode"),
-        (
-            {"tool_choice": "any"},
-            None,
-            "'tool_choice' is only allowed when 'tools' are specified.",
-        ),
+        ({"tool_choice": "any"}, None, "only allowed when 'tools' are specified."),
     ],
     COMPLETIONS_API: [
         ({"temperature": 2.5}, "temperature", VALUE),
@@ -289,7 +280,7 @@ REFUSED: dict[Api, list[Row]] = {
         (
             {"max_tokens": 1, "max_completion_tokens": 1},
             None,
-            "'max_tokens' and 'max_completion_tokens' exclude each other.",
+            "'max_completion_tokens' exclude",
         ),
         ({"content": "x"}, "content", None),
         ({"prompt": []}, None, "got prompt [], expected at least one prompt"),
@@ -321,11 +312,7 @@ REFUSED: dict[Api, list[Row]] = {
         ({"previous_response_id": "resp_1"}, "previous_response_id", "response_not_found"),
         ({"tools": [{"name": "x"}]}, None, "expected one with a type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools", VALUE),
-        (
-            {"tool_choice": "required"},
-            None,
-            "'tool_choice' is only allowed when 'tools' are specified.",
-        ),
+        ({"tool_choice": "required"}, None, "only allowed when 'tools' are specified."),
         ({"top_logprobs": 2}, None, f"only allowed when 'include' has '{LOGPROBS}'"),
         ({"background": True}, "background", VALUE),
         ({"truncation": "x"}, "truncation", VALUE),
@@ -388,34 +375,13 @@ UNKEPT: dict[Api, list[Row]] = {
 }
 
 
-def asked(client: Any, api: Api, body: dict[str, Any], path: str = "") -> Any:
-    """Sends JSON that may hold half a character, which httpx would not write."""
-    return client.post(path or api.path, content=json.dumps(body), headers=JSON)
-
-
 ROWS = [(api, "client", *row) for api, rows in REFUSED.items() for row in rows]
 ROWS += [(api, "calling", *row) for api, rows in UNKEPT.items() for row in rows]
 
 
-def body_of(api: Api, client: str, more: dict[str, Any], **asked: Any) -> dict[str, Any]:
-    tools = [FUNCTION] if client == "calling" else None
-    return {**api.body(tools=tools, **asked), **more}
-
-
-@pytest.mark.parametrize(("api", "name", "more", "param", "said"), ROWS)
-def test_what_is_refused(
-    request: Any, api: Api, name: str, more: Any, param: str | None, said: str | None
-) -> None:
-    client = request.getfixturevalue(name)
-    replies = [asked(client, api, body_of(api, name, more, stream=each)) for each in (False, True)]
-    if (more, param, said) in COUNTED:
-        replies.append(asked(client, api, {"messages": HELLO, **more}, COUNT))
-    for reply in replies:
-        error = api.error(reply)
-        assert reply.status_code == (404 if (said or "").endswith("not_found") else 400)
-        assert error["type"] == "invalid_request_error"
-        assert param is not None or str(said) in error["message"]
-        assert (error.get("param"), error.get("code")) == (param, said if param else None)
+def asked(client: Any, api: Api, body: dict[str, Any], path: str = "") -> Any:
+    """Sends JSON that may hold half a character, which httpx would not write."""
+    return client.post(path or api.path, content=json.dumps(body), headers=JSON)
 
 
 # Refusals of other kinds than a value: of fields, and of two that do not go together.
@@ -426,10 +392,23 @@ FIELDS = re.compile(
 )
 
 
-def test_each_refusal_is_one_line_with_what_was_got_and_expected(request: Any) -> None:
-    for api, name, more, *_ in ROWS:
-        reply = asked(request.getfixturevalue(name), api, body_of(api, name, more))
-        message = api.error(reply)["message"]
+@pytest.mark.parametrize(("api", "name", "more", "param", "said"), ROWS)
+def test_what_is_refused(
+    request: Any, api: Api, name: str, more: Any, param: str | None, said: str | None
+) -> None:
+    """In one line, with what was got and expected."""
+    client, tools = request.getfixturevalue(name), [FUNCTION] if name == "calling" else None
+    bodies = [{**api.body(tools=tools, stream=each), **more} for each in (False, True)]
+    replies = [asked(client, api, body) for body in bodies]
+    if (more, param, said) in COUNTED:
+        replies.append(asked(client, api, {"messages": HELLO, **more}, COUNT))
+    for reply in replies:
+        error = api.error(reply)
+        assert reply.status_code == (404 if (said or "").endswith("not_found") else 400)
+        assert error["type"] == "invalid_request_error"
+        assert param is not None or str(said) in error["message"]
+        assert (error.get("param"), error.get("code")) == (param, said if param else None)
+        message = error["message"]
         assert message.isprintable(), message
         assert re.search(r"got .+[,;] expected .", message) or FIELDS.match(message), message
         assert " should " not in message, "a library's words"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from apis import APIS
-from served import HELLO, RESPONSES, in_process, post, prompts_read, stream, toy_engine
+from served import HELLO, RESPONSES, post, prompts_read, stream, toy_engine
 
 from spec_runtime.serve.errors import ApiError
 from spec_runtime.serve.responses import store
@@ -17,12 +16,6 @@ from spec_runtime.serve.responses.store import ResponseStore
 
 RESPONSES_API = APIS[1]
 BODY = {"input": "hello", "max_output_tokens": 20, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    with in_process() as made:
-        yield made
 
 
 def text_of(response: Any) -> str:
@@ -63,9 +56,6 @@ def test_an_item_may_be_referred_to(client: Any, monkeypatch: pytest.MonkeyPatch
     post(client, RESPONSES, **goes_on)
     post(client, RESPONSES, **{**BODY, "input": again})
     assert prompts[-1] == prompts[-2]
-    unknown = [{"type": "item_reference", "id": "msg_1"}]
-    reply = client.post(RESPONSES, json={**BODY, "input": unknown})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "item_not_found")
 
 
 def test_a_kept_response_is_shown_and_deleted(client: Any) -> None:

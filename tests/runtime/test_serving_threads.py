@@ -140,11 +140,7 @@ def noted(
     yield found
 
 
-READS = [
-    (MessagesRequest, "as_chat"),
-    (ResponsesRequest, "as_chat"),
-    (Service, "encode_messages"),
-]
+READS = [(MessagesRequest, "as_chat"), (ResponsesRequest, "as_chat"), (Service, "encode_messages")]
 WRITES = [
     (TokenTexts, "text"),
     (AnswerForm, "read"),
@@ -163,10 +159,7 @@ ANSWERED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"prompt": "hello", "max_tokens": 9, "logprobs": 3, "echo": True},
         {"text", "num_thinking_tokens"},
     ),
-    MESSAGES: (
-        {"messages": HELLO, "max_tokens": 9},
-        {"as_chat", "encode_messages"},
-    ),
+    MESSAGES: ({"messages": HELLO, "max_tokens": 9}, {"as_chat", "encode_messages"}),
     RESPONSES: (
         {"input": "hello", "max_output_tokens": 9, **LOGPROBS},
         {"as_chat", "encode_messages", "text", "num_thinking_tokens", "keep"},

@@ -17,6 +17,7 @@ from onnx_text import model_of
 from spec_runtime.backends import session
 from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 
 onnx = pytest.importorskip("onnx")
@@ -118,9 +119,8 @@ def test_a_file_that_is_no_graph_is_refused_each_time(tmp_path: Path) -> None:
     path = tmp_path / "scale.onnx"
     path.write_bytes(b"nothing of ONNX")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"cannot load scale\.onnx") as caught:
+        with pytest.raises(UserError, match=r"cannot load scale\.onnx"):
             open_graph(path)
-        assert "\n" not in str(caught.value)
 
 
 def test_nobody_waits_for_another_file_to_be_opened(

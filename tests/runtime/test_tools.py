@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from bpe_tokenizer import BpeTokenizer
-from counting import calls_in
+from gates import calls_in
+from small import known
 from toy_engine import make_engine
 
 from spec_runtime.dialogue import tools
@@ -198,54 +199,41 @@ def test_parameters_are_read_by_their_schema(schema: Any, text: str, value: Any)
     assert (content, call.name, json.loads(call.arguments_json)) == ("", "f", {"v": value})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("", {}),
-        ("a=1, b='x, (y)', c=\"it's\"", {"a": 1, "b": "x, (y)", "c": "it's"}),
-        ("a=[1, [2, {'b': None}]],b=-0.5", {"a": [1, [2, {"b": None}]], "b": -0.5}),
-        ('a={"b": true}, c=False', {"a": {"b": True}, "c": False}),
-        ("a='\\n\\''", {"a": "\n'"}),
-    ],
-)
-def test_calls_in_python_are_read(arguments: str, expected: dict[str, Any]) -> None:
-    """Alone, and as the first of a list, whole and character by character."""
-    for answer in (f"[f({arguments})]", f"<|tool_call_start|>[f({arguments}), g(x=1)]"):
-        content, calls = parse_calls(answer, "hermes")
-        reader = CallReader("hermes")
-        parts, rest = parts_of(reader, answer, 1)
-        assert (content, calls) == joined(parts + rest)
-        assert (content, calls[0].name, json.loads(calls[0].arguments_json)) == ("", "f", expected)
-        assert calls[1:] == ([ToolCall("g", '{"x": 1}')] if "g(" in answer else [])
-
-
 QUOTED = '<|"|>it\'s "so, then}"<|"|>'
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("form", "arguments", "expected"),
     [
-        ("", {}),
-        (f"a:{QUOTED},b:-0.5", {"a": 'it\'s "so, then}"', "b": -0.5}),
-        (
-            'a:[<|"|>x<|"|>,1,true],b:{c:null,d_e:<|"|>y: z<|"|>}',
-            {"a": ["x", 1, True], "b": {"c": None, "d_e": "y: z"}},
-        ),
-        ('a:<|"|><|"|>, b:plain', {"a": "", "b": "plain"}),
+        ("python", "", {}),
+        ("python", "a=1, b='x, (y)', c=\"it's\"", {"a": 1, "b": "x, (y)", "c": "it's"}),
+        ("python", "a=[1, [2, {'b': None}]],b=-0.5", {"a": [1, [2, {"b": None}]], "b": -0.5}),
+        ("python", 'a={"b": true}, c=False', {"a": {"b": True}, "c": False}),
+        ("python", "a='\\n\\''", {"a": "\n'"}),
+        ("gemma", "", {}),
+        ("gemma", f"a:{QUOTED},b:-0.5", {"a": 'it\'s "so, then}"', "b": -0.5}),
+        ("gemma", 'a:[<|"|>x<|"|>,1,true],b:{c:null}', {"a": ["x", 1, True], "b": {"c": None}}),
+        ("gemma", 'a:{d_e:<|"|>y: z<|"|>}', {"a": {"d_e": "y: z"}}),
+        ("gemma", 'a:<|"|><|"|>, b:plain', {"a": "", "b": "plain"}),
     ],
 )
-def test_calls_of_gemma_are_read(arguments: str, expected: dict[str, Any]) -> None:
-    answer = f"<|tool_call>call:f{{{arguments}}}<tool_call|><|tool_call>call:g{{x:1}}<tool_call|>"
-    content, calls = parse_calls(answer, "hermes")
-    parts, rest = parts_of(CallReader("hermes"), answer, 1)
-    assert (content, calls) == joined(parts + rest)
-    assert (content, calls[0].name, json.loads(calls[0].arguments_json)) == ("", "f", expected)
-    assert calls[1:] == [ToolCall("g", '{"x": 1}')]
+def test_calls_that_are_no_json_are_read(form: str, arguments: str, expected: Any) -> None:
+    """Alone, and as the first of two, whole and character by character."""
+    for rest in ([], [ToolCall("g", '{"x": 1}')]):
+        if form == "python":
+            begin, end = ("<|tool_call_start|>[", ", g(x=1)]") if rest else ("[", "]")
+            answer = f"{begin}f({arguments}){end}"
+        else:
+            answer = f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
+            answer += "<|tool_call>call:g{x:1}<tool_call|>" if rest else ""
+        content, calls = parse_calls(answer, "hermes")
+        parts, last = parts_of(CallReader("hermes"), answer, 1)
+        assert (content, calls) == joined(parts + last)
+        assert (content, calls[0].name, json.loads(calls[0].arguments_json)) == ("", "f", expected)
+        assert calls[1:] == rest
 
 
-@pytest.mark.parametrize("text", ["[f(1)]", "[f](x=1)", "[f(a='b)]", "[f(a=1", "f(a=1)", "[f(a=)]"])
-def test_what_is_no_call_in_python_stays_text(text: str) -> None:
-    assert parse_calls(text, "hermes") == (text, [])
+BEGUN = '<tool_call>{"name": "f", "arguments": {"a": "b}'
 
 
 def tool(parameters: dict[str, Any]) -> list[dict[str, Any]]:
@@ -278,21 +266,17 @@ def test_tools_are_checked_once() -> None:
     assert checked_tools(checked) is checked
 
 
-def test_broken_parameters_stay_text() -> None:
-    for text in (
-        "<function=f>1</function>",
-        "<function=f><parameter=a>1</parameter>",
-        "<tool_call>f<b>",
-        '<invoke name="f"><parameter name="a">1</invoke>',
-    ):
-        assert parse_calls(text, "hermes") == (text, [])
+def test_broken_parameters_end_a_stream() -> None:
     for text, content, arguments in (
         ("<function=f><no></function>", "<no></function>", "{}"),
         ("<function=f><parameter=a>1</parameter><parameter=b>2</para", "", '{"a": 1'),
+        (BEGUN, "", '{"a": "b}'),
+        (f"{BEGUN}\\", "", '{"a": "b}\\'),
     ):
-        reader = CallReader("hermes")
-        parts, rest = parts_of(reader, text, 1)
+        parts, rest = parts_of(CallReader("hermes"), text, 1)
         assert joined(parts + rest) == (content, [ToolCall("f", arguments)])
+    text = """<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call> Oh."""
+    assert joined(CallReader("hermes").push(text, is_end=True)) == (text, []), "no JSON at once"
 
 
 def test_white_space_at_the_end_stays_where_nothing_is_called() -> None:
@@ -318,8 +302,6 @@ def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
         parts, rest = parts_of(CallReader(family, offered), text, 1)
         assert joined(parts + rest) == expected
     assert parse_calls("\n".join(TAGGED), "hermes", offered) == (TAGGED[1], [WEATHER])
-    with pytest.raises(ValueError, match="got tools 'now', expected a list of functions"):
-        parse_calls("", "hermes", "now")
 
 
 def parts_of(reader: ResponseReader, text: str, size: int) -> tuple[list[Part], list[Part]]:
@@ -343,17 +325,6 @@ def test_streams_give_the_same_calls_piece_by_piece(size: int) -> None:
             assert max(len(part.text) for part in parts if part.kind == "arguments") == 1
 
 
-def test_a_stream_that_breaks_off_within_a_call_gives_what_there_is_of_it() -> None:
-    begun = '<tool_call>{"name": "f", "arguments": {"a": "b}'
-    for text, arguments in ((begun, '{"a": "b}'), (f"{begun}\\", '{"a": "b}\\')):
-        reader = CallReader("hermes")
-        parts, rest = parts_of(reader, text, 1)
-        assert joined(parts + rest) == ("", [ToolCall("f", arguments)])
-    reader = CallReader("hermes")
-    text = """<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call> Oh."""
-    assert joined(reader.push(text, is_end=True)) == (text, []), "arguments that begin as no JSON"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_broken_calls_stay_text(family: str) -> None:
     whole = {each: text for each, text, _, calls in reversed(ANSWERS) if calls == [WEATHER]}[family]
@@ -371,13 +342,11 @@ def test_broken_calls_stay_text(family: str) -> None:
         "functools" * 50_000,
         '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
         "[TOOL_CALLS]f[ARGS]{",
+        *("[f(1)]", "[f](x=1)", "[f(a='b)]", "[f(a=1", "f(a=1)", "[f(a=)]"),
+        *("<function=f>1</function>", "<function=f><parameter=a>1</parameter>", "<tool_call>f<b>"),
+        '<invoke name="f"><parameter name="a">1</invoke>',
     ):
         assert parse_calls(text, family) == (text, []), text[:50]
-
-
-def test_an_unknown_family_is_one_line() -> None:
-    with pytest.raises(ValueError, match="got tool family 'gpt', expected one of llama3"):
-        parse_calls("", "gpt")
 
 
 def test_families_are_told_by_their_chat_templates() -> None:
@@ -461,8 +430,7 @@ def test_a_forced_call_is_read_back(family: str, name: str | None, tags: dict[st
 def follows(kind: dict[str, Any], text: str) -> bool:
     """Says whether a whole answer follows the grammar of this response_format."""
     codec = BpeTokenizer()
-    grammar = read_format(kind)
-    assert grammar is not None
+    grammar = known(read_format(kind))
     matcher = codec.matcher(grammar, codec.vocab_size)
     ids = [*codec.encode(text, special_tokens=False), *codec.eos]
     return read(matcher, ids) == len(ids)
@@ -596,8 +564,7 @@ def test_bad_definitions_are_one_line(definitions: Any) -> None:
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
     parameters = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": definitions}
     kind = forced_call([{"function": {"name": "f", "parameters": parameters}}], "hermes")
-    grammar = read_format(kind)
-    assert grammar is not None
+    grammar = known(read_format(kind))
     with pytest.raises(ValueError, match=r"got JSON schema .* expected a valid one"):
         BpeTokenizer().matcher(grammar, BpeTokenizer.vocab_size)
 
@@ -619,18 +586,15 @@ def nested(depth: int) -> Any:
         ([{"type": "code", "function": {"name": "f"}}], "expected type 'function'"),
         ([{"function": {"name": "f", "parameters": []}}], r"got parameters \[\] of tool f"),
         ([{"function": {"name": "f", "parameters": {"a": {1}}}}], "cannot be written as JSON"),
+        (lambda: forced_call(TOOLS, "hermes", "now"), "'now', expected one of get_time, stop"),
+        (lambda: forced_call([], "hermes"), "got no tools, expected at least one"),
+        (lambda: parse_calls("", "gpt"), "got tool family 'gpt', expected one of llama3"),
+        (lambda: parse_calls("", "hermes", "now"), "got tools 'now', expected a list of functions"),
     ],
 )
-def test_wrong_tools_are_one_line(tools: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        checked_tools(tools)
-
-
-def test_a_wrong_choice_is_one_line() -> None:
-    with pytest.raises(ValueError, match="got tool 'now', expected one of get_time, stop"):
-        forced_call(TOOLS, "hermes", "now")
-    with pytest.raises(ValueError, match="got no tools, expected at least one"):
-        forced_call([], "hermes")
+def test_what_cannot_be_offered_or_forced_is_refused(tools: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tools() if callable(tools) else checked_tools(tools)
 
 
 def test_openais_choices_of_a_tool() -> None:

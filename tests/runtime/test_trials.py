@@ -65,7 +65,6 @@ def test_a_grammar_that_does_not_end_is_refused_once_and_for_all(
     with pytest.raises(UserError, match=message) as caught:
         tokenizer.matcher(grammar, NUM_LOGITS)
     assert caught.value.param == "response_format"
-    assert "\n" not in str(caught.value)
     tokenizer.close()
     good = BpeTokenizer()
     good.matcher(Grammar("regex", "ab"), NUM_LOGITS)
@@ -91,7 +90,6 @@ def test_what_fails_in_mid_answer_is_refused_before_it(
     with pytest.raises(UserError, match=f"it cannot be followed: .*{why}") as caught:
         engine.prepare("abc", response_format=as_format(grammar))
     assert caught.value.param == "response_format"
-    assert "\n" not in str(caught.value)
 
 
 def test_without_a_process_grammars_are_followed_all_the_same(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small import known, raising
 from toy_backend import ToyTarget
 from toy_bundle import write_bundle
 from toy_engine import make_engine, random_prompt
@@ -28,7 +29,7 @@ from spec_runtime.loop.stats import Stats
 from spec_runtime.measure import tune
 from spec_runtime.pace import profile
 from spec_runtime.pace.pacer import LARGEST_TRUST, Pacer
-from spec_runtime.pace.profile import PLAIN, Candidate, Profile, Trees
+from spec_runtime.pace.profile import PLAIN, Candidate, Trees
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.trees.budget import Budget, Grown
 
@@ -108,13 +109,11 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     engines[PLAIN] = tune.decoding(engine, Candidate(PLAIN, None), costs)
     stats = tune.race(engines, prompts, 40, num_rounds=1)
     speed = {name: each.tokens_per_second for name, each in stats.items()}
-    assert choice.tokens_per_second is not None
-    assert choice.sampled_gain is not None
-    assert 1 <= choice.sampled_gain.accepted_length < choice.gain.accepted_length
+    assert 1 <= known(choice.sampled_gain).accepted_length < choice.gain.accepted_length
     profile.write(report.profile)
     assert profile.find(KEY) == report.profile
     # ten steps of an answer are too few for a rate and a trust
-    assert choice.tokens_per_second >= 0.85 * max(speed.values()), speed
+    assert known(choice.tokens_per_second) >= 0.85 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
 
 
@@ -145,10 +144,8 @@ def test_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
         tuned = tune.tune(engine, PROMPTS, KEY, max_new_tokens=40, quick=True).profile
         found[name] = next(c for c in tuned.candidates if c.name == "paying")
         limit = min(engine.target.max_nodes, tune.SIZES[-1])
-        assert found[name].trees is not None
-        assert found[name].trees.max_nodes == limit  # type: ignore[union-attr]
-    predicted = found["merged"].accepted_length
-    assert predicted is not None
+        assert known(found[name].trees).max_nodes == limit  # type: ignore[union-attr]
+    predicted = known(found["merged"].accepted_length)
     engines = {"run": tune.decoding(merged, found["merged"], tuned.costs)}
     stats = tune.race(engines, PROMPTS, 40, num_rounds=1)
     assert predicted == pytest.approx(stats["run"].accepted_length, rel=0.25)
@@ -190,8 +187,7 @@ def test_the_bundles_calibration_comes_first(clock: Clock) -> None:
     quick = tune.tune(engine, PROMPTS[:1], KEY, calibration, quick=True).profile
     assert quick.curve == "calibration"
     paying = next(c for c in quick.candidates if c.name == "paying")
-    assert paying.trees is not None
-    assert paying.trees.reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
+    assert known(paying.trees).reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
     assert tune.tune(engine, PROMPTS[:1], KEY, None, quick=True).profile.curve == "run"
 
 
@@ -280,12 +276,10 @@ def test_a_full_cache_loses_no_result(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def write(profile: Profile) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     (tmp_path / "b").mkdir()
     folder = write_bundle(tmp_path / "b", ("parallelspec",))
-    monkeypatch.setattr(profile, "write", write)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(profile, "write", raising(full))
     out = tmp_path / "out.json"
     arguments = ("--bundle", folder, "--max-new-tokens", 4, "--threads", 1, "--json", out)
     assert command(*arguments, "--quick") == 2

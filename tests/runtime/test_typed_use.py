@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 from toy_backend import CHATML, ByteTokenizer
 from toy_bundle import patch_graphs, write_bundle
 from toy_engine import make_engine
-from typed_async_use import answer_all, first_words
 from typed_use import answer, measure, show
 
-from spec_runtime import AsyncEngine, Engine
+from spec_runtime import Engine
 from spec_runtime.dialogue.chat_template import ChatTemplate
 
 
@@ -36,14 +34,3 @@ def test_a_program_shows_and_measures(capsys: pytest.CaptureFixture[str]) -> Non
     assert sum(len(step.tokens) for step in steps) == 8
     assert stats.prompt_tokens == result.usage.prompt_tokens
     assert "8 257 stop" in capsys.readouterr().out
-
-
-def test_a_server_answers() -> None:
-    async def main() -> None:
-        results = await answer_all(engine_of(), ["one", "two", "three"])
-        assert [len(result.token_ids) for result in results] == [8, 8, 8]
-        async with AsyncEngine(engine_of()) as engine:
-            words = await first_words(engine, "hello", 3)
-            assert len(words.split()) <= 3
-
-    asyncio.run(main())

@@ -7,8 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small import known
 from small_trees import Table, paths
+from tuning import COSTS
 
+from spec_runtime.pace.costs import CERTAIN
+from spec_runtime.pace.reliability import monotone, observed, replayed
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.grow import cut, grow, grow_by_levels
@@ -42,8 +46,7 @@ def test_a_grown_tree_is_the_best_of_all_trees(seed: int) -> None:
         if all(len(path) == 1 or path[:1] in chosen for path in chosen)
     ]
     assert len(rates) == 25, "of 64 subsets those with all parents"
-    assert tree.log_prob_N is not None
-    rate = np.exp(tree.log_prob_N).sum() / step_ms[tree.num_nodes - 1]
+    rate = np.exp(known(tree.log_prob_N)).sum() / step_ms[tree.num_nodes - 1]
     assert rate == pytest.approx(max(rates), rel=1e-9)
 
 
@@ -118,16 +121,14 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
     for num_levels in range(num_run, depth + 1):
         table = Table(seed)
         full = grow_by_levels(1, table.expand, Budget(size, max_depth=num_levels), depth, 9)
-        assert full.log_prob_N is not None
-        _, hindsight = terms.best_size(np.exp(full.log_prob_N[1:]), num_levels)
+        _, hindsight = terms.best_size(np.exp(known(full.log_prob_N)[1:]), num_levels)
         assert hindsight <= rate * (1 + 1e-9), (num_levels, num_run)
     terms = replace(terms, level_ms=0.0)
     free = Budget(size, growth=Grown(terms=terms))
     everything = sorted(np.exp(list(Table(seed).everything(2).values())), reverse=True)
     tree = grow_by_levels(1, Table(seed).expand, free, 2, max_width=9)
     _, best = terms.best_size(np.array(everything))
-    assert tree.log_prob_N is not None
-    got = np.exp(tree.log_prob_N).sum() / terms.step_ms[tree.num_nodes - 1]
+    got = np.exp(known(tree.log_prob_N)).sum() / terms.step_ms[tree.num_nodes - 1]
     assert got == pytest.approx(best)
 
 
@@ -177,10 +178,48 @@ def test_requests_that_share_a_pass_each_commit_a_token() -> None:
 
 
 def test_a_reliability_is_validated() -> None:
-    for bad in (
-        ((0.5, 0.4), (0.4, 0.5)),
-        ((0.4, 0.5), (0.5, 0.4)),
-        ((0.4, 0.5), (0.5, 1.4)),
-    ):
+    for bad in (((0.5, 0.4), (0.4, 0.5)), ((0.4, 0.5), (0.5, 0.4)), ((0.4, 0.5), (0.5, 1.4))):
         with pytest.raises(ValueError, match="expected"):
             Grown(reliability=bad)
+
+
+# ---- how often recorded trees are right, and what they would give at other costs ----
+
+
+def tree(probabilities: list[float]) -> TokenTree:
+    parents = np.array([0, 0, 0, 1])  # 5 has 7 and 8; 7 has 9
+    return TokenTree(np.array([5, 7, 8, 9]), parents, np.log(np.array([1.0, *probabilities])))
+
+
+def test_a_run_says_how_often_each_probability_is_right() -> None:
+    sure, unsure = tree([0.9, 0.06, 0.5]), tree([0.5, 0.3, 0.1])
+    seen = [(sure, [0, 1, 3])] * 8 + [(unsure, [0, 1])] * 4 + [(unsure, [0, 2])] * 4
+    found = {round(p, 3): hit for p, hit in observed(seen)}
+    # 0.5: `sure`'s 9 and `unsure`'s 7
+    assert found == {0.9: 1.0, 0.5: 12 / 16, 0.3: 0.5, 0.1: 0.0, 0.06: 0.0}
+    assert observed([(TokenTree.chain([5, 7]), [0, 1])]) == ()
+
+
+def test_recorded_trees_are_cut_as_they_would_be() -> None:
+    """A plain step takes 10 ms, one with a node 12 1/3 and one with three 15."""
+    whole = TokenTree.chain([5, 7, 8, 9])
+    likely = TokenTree(whole.token_N, whole.parent_N, np.log([1.0, 0.9, 0.8, 0.01]))
+    seen = [(likely, [0, 1, 2, 3]), (likely, [0])]
+    nodes, gain = replayed(seen, Budget(8, growth=Grown(reliability=CERTAIN)), COSTS)
+    assert (nodes, gain.accepted_length) == (3, 2.0)
+    assert gain.speedup == pytest.approx(2 * 10 / (9 + 4 * 2 / 3 + 2), abs=1e-4)
+    doubted = Budget(8, growth=Grown(reliability=((1.0, 0.1),)))
+    assert replayed(seen, doubted, COSTS)[0] == 1
+    assert replayed(seen, Budget(2), COSTS)[1].accepted_length == 1.5
+    assert replayed(seen, Budget(8), COSTS)[0] == 4, "without a reliability they stay whole"
+    assert replayed([(whole, [0, 1])], doubted, COSTS)[0] == 4, "without probabilities too"
+
+
+def test_monotone_pools_what_is_out_of_order() -> None:
+    assert monotone([(0.2, 0.1, 3), (0.1, 0.3, 1)]) == (
+        (0.1, pytest.approx(0.15)),
+        (0.2, pytest.approx(0.15)),
+    )
+    rng = np.random.default_rng(0)
+    rows = [(p, float(rng.uniform()), float(rng.uniform(0, 5))) for p in rng.uniform(size=30)]
+    Grown(reliability=monotone([*rows, (0.0, 0.5, 1), (0.5, 0.5, 0)]))

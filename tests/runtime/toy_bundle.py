@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import byte_tokenizer, small_manifest, write_byte_tokenizer
 from toy_backend import CHATML, ToyDrafter, ToyTarget
 
 from spec_runtime import backends
@@ -17,69 +18,30 @@ tokenizers = pytest.importorskip("tokenizers")
 MAX_LENGTH, SCRATCH = 80, 16
 
 
-def write_tokenizer(path: Path) -> int:
-    """Writes a byte-level tokenizer without merges, BOS and EOS behind the 256 bytes.
-
-    Returns the size of its vocabulary.
-    """
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(letters)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.enable_truncation(5)  # some are shipped so; it must not cut prompts
-    tokenizer.save(str(path))
-    return int(tokenizer.get_vocab_size())
-
-
 def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -> Path:
     """Writes a bundle whose graph files are empty, for tests that patch the backends in."""
     (folder / "graph.onnx").write_bytes(b"")
     (folder / "chat_template.jinja").write_text(CHATML)
-    vocab_size = write_tokenizer(folder / "tokenizer.json")
+    vocab_size = write_byte_tokenizer(folder / "tokenizer.json")
     graph = bundle.Graph("graph.onnx", "slots", (), ())
     states = [bundle.TensorSpec(name, "float32", ("N", 4)) for name in ("features", "taps.1")]
     config = {"num_masks": 3, "mask_token_base": vocab_size, "inputs": "features+tokens"}
-    entries = tuple(
-        bundle.DrafterInfo(
-            name=name,
-            config=changes.get("config", config),
-            graphs={"drafter": graph},
-            draft_token_ids=None,
-            calibration=None,
-            trees=changes.get("trees", {"max_nodes": 6, "min_probability": 0.04}),
-            expected_accepted_length=changes.get("expected"),
-        )
-        for name in drafters
+    small = small_manifest()
+    entry = replace(
+        small.drafters[0],
+        config=changes.get("config", config),
+        graphs={"drafter": graph},
+        trees=changes.get("trees", {"max_nodes": 6, "min_probability": 0.04}),
+        expected_accepted_length=changes.get("expected"),
     )
-    target = bundle.TargetInfo(
-        family="llama",
-        dims=bundle.Dims(changes.get("num_logits", vocab_size), 8, 1, 1, 1, 8),
-        precision="fp32",
-        max_length=MAX_LENGTH,
-        scratch=SCRATCH,
-        rope={},
-        taps=(1,),
-        position_convention="absolute",
-        target_modified=False,
-    )
-    tokenizer = bundle.TokenizerInfo(
-        file="tokenizer.json",
-        sha256="",
-        vocab_size=changes.get("vocab_size", vocab_size),
-        special_ids={"bos": 256, "eos": [257], "pad": None},
-        chat_template="chat_template.jinja",
-    )
-    manifest = bundle.Manifest(
-        1,
-        "toy",
-        target,
-        {"target": replace(graph, outputs=tuple(states))},
-        entries,
-        tokenizer,
-        provenance={},
-        files={},
+    dims = bundle.Dims(changes.get("num_logits", vocab_size), 8, 1, 1, 1, 8)
+    manifest = replace(
+        small,
+        name="toy",
+        target=replace(small.target, dims=dims, max_length=MAX_LENGTH, scratch=SCRATCH),
+        graphs={"target": replace(graph, outputs=tuple(states))},
+        drafters=tuple(replace(entry, name=name) for name in drafters),
+        tokenizer=byte_tokenizer(changes.get("vocab_size", vocab_size)),
     )
     bundle.write_manifest(folder, manifest)
     return folder

@@ -54,12 +54,7 @@ TOKENS = st.sampled_from(("1", "2", "3", "8", "12", "99", "999999999999", "0", "
 VERBS: dict[str, dict[str, SearchStrategy[str] | None]] = {
     "generate": SAMPLING
     | ENGINE
-    | {
-        "--raw": None,
-        "--show-accepted": None,
-        "--json": None,
-        "--logprobs": SMALL,
-    },
+    | {"--raw": None, "--show-accepted": None, "--json": None, "--logprobs": SMALL},
     "chat": SAMPLING | ENGINE,
     "bench": SAMPLING
     | ENGINE
