@@ -608,7 +608,7 @@ def soak(
         return random.Random(f"{seed} worker {number}"), requests, reference, findings
 
     with shared_engine(folder, parallel, prompts) as shared:
-        asking: list[Worker] = [Caller(*about(i), engines) for i in range(workers)]
+        asking: list[Worker] = [Caller(*about(i), engines=engines) for i in range(workers)]
         clients = parallel + parallel // 2 + 1
         asking += [Client(*about(workers + i), *shared) for i in range(clients)]
         started = time.monotonic()
