@@ -45,6 +45,11 @@ def test_few_files_lie_at_the_root(found: Structure, package: str) -> None:
     assert 1 < found.num_root_files[package] <= MAX_FILES
 
 
+@pytest.mark.parametrize("kind", structure.BUDGETS)
+def test_no_kind_of_file_has_more_lines_than_its_budget(kind: str) -> None:
+    assert 1000 < structure.sizes()[kind] <= structure.BUDGETS[kind][0]
+
+
 def test_the_door_leads_to_the_annex_and_imports_nothing_of_it_by_itself(
     found: Structure,
 ) -> None:

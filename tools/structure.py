@@ -10,7 +10,7 @@ otherwise. A package's `__init__.py` is a module of its own: importing a submodu
 not taken as importing the package. A room is a folder of a package, or a file at its root. An arrow
 leads from a room to another one that it imports. An annex is a room that only its commands import.
 The exit code is 1 if there is a circle of modules or of rooms, an import that a package must not
-have, a function or a root that is too long.
+have, a function or a root that is too long, or more lines of a kind than its budget.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ ALLOWED = {"spec_export.cli": ("spec_runtime.cli",)}
 ANNEXES = {"spec_runtime.serve": "spec_runtime.cli.serve", "spec_export.imports": "spec_export.cli"}
 MAX_LINES = 80  # of a function, its docstring included and its decorators not
 MAX_FILES = 8  # at the root of a package
+# Lines that there may be of each kind, and their files. A change that needs more takes others out.
+BUDGETS = {
+    "product": (58_000, ("spec_*/**/*.py", "spec_*/**/*.html", "spec_*/**/*.[ch]")),
+    "tests": (58_500, ("tests/**/*.py", "tests/**/*.cpp", "tests/**/*.h")),
+    "tools": (8_250, ("tools/**/*.py", "tools/**/*.toml", "tools/**/*.sh", "tools/**/*.mjs")),
+    "Markdown": (
+        5_000,
+        ("*.md", "docs/**/*.md", "spec_*/**/*.md", "recipes/**/*.md", "t*/**/*.md"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,15 @@ def _functions(tree: ast.AST, file: Path) -> Iterator[Function]:
             yield Function(lines, node.name, f"{file.as_posix()}:{node.lineno}")
 
 
+def sizes() -> dict[str, int]:
+    """Returns how many lines there are of each kind in BUDGETS."""
+    found = {}
+    for kind, (_, patterns) in BUDGETS.items():
+        files = {file for pattern in patterns for file in ROOT.glob(pattern)}
+        found[kind] = sum(len(file.read_bytes().splitlines()) for file in files)
+    return found
+
+
 def circle_in(imports: dict[str, set[str]]) -> str | None:
     """Returns a circle of imports, such as "a -> b -> a", or None if there is none."""
     try:
@@ -191,6 +210,8 @@ def describe(structure: Structure) -> str:
     lines += [f"  {function}" for function in structure.long_functions]
     for package, count in structure.num_root_files.items():
         lines.append(f"files at the root of {package}: {count} (at most {MAX_FILES})")
+    counted = (f"{kind} {count} (at most {BUDGETS[kind][0]})" for kind, count in sizes().items())
+    lines.append(f"lines: {', '.join(counted)}")
     return "\n".join(lines)
 
 
@@ -218,6 +239,7 @@ def main() -> int:
     print(describe(structure))
     print("\n" + describe_rooms(structure))
     is_over = any(count > MAX_FILES for count in structure.num_root_files.values())
+    is_over = is_over or any(count > BUDGETS[kind][0] for kind, count in sizes().items())
     found = structure.circles or structure.forbidden or structure.long_functions
     return int(bool(found) or is_over)
 

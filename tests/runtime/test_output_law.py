@@ -29,7 +29,7 @@ from spec_runtime.trees.tree import Draws, TokenTree
 
 V, C = 4, 3  # tokens; candidates of the drafter
 NUM_TOKENS = 4  # whose law is tested
-NUM_SAMPLES = 1200
+NUM_SAMPLES = 2000
 PROMPT = [0, 1]
 Z_ALPHA = 4.753  # of a normal's upper 1e-6; seeds are fixed, so that it cannot flake
 

@@ -15,6 +15,7 @@ from toy_bundle import write_bundle
 from tuning import COSTS, KEY, opened_anew
 
 from spec_runtime.bundle import manifest as bundle
+from spec_runtime.errors import UserError
 from spec_runtime.files import machine, mapping
 from spec_runtime.files.kept import MOST_BYTES
 from spec_runtime.loop.proposer import PlainProposer
@@ -331,3 +332,20 @@ def test_an_engine_is_opened_as_the_profile_says(
     bundle.write_manifest(folder, replace(bundle.read(folder, verify=False).manifest, name="other"))
     other = opened_anew(toy_graphs, folder, threads=1)
     assert isinstance(other.proposer, type(untuned.proposer))
+
+
+@pytest.mark.parametrize("verify", [((4, 13.0), (1, 9.0)), ((1, 9.0), (1, 9.0))])
+def test_costs_are_of_ascending_numbers_of_nodes(verify: Any) -> None:
+    with pytest.raises(UserError, match="expected ascending numbers"):
+        replace(COSTS, far=None, verify=verify)
+
+
+def test_native_operators_have_costs_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass takes another time with them, so that what was measured without does not hold."""
+    keys = set()
+    for wanted in ("0", "1", "all"):
+        monkeypatch.setenv("SPECSPLIT_KERNELS", wanted)
+        keys.add(profile.key_of(bundle.read(folder, verify=False), "parallelspec", 1))
+    assert len(keys) == 3
