@@ -56,7 +56,8 @@ Aliases = Annotated[
     typer.Option(
         "--model-alias",
         metavar="ALIAS[=NAME]",
-        help="A further id of the model, or of the one that is called NAME; repeatable",
+        help="A further id of the model, or of the one that is called NAME; * stands for every "
+        "other id; repeatable",
         show_default="none",
     ),
 ]

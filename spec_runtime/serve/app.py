@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +18,15 @@ from starlette.types import ASGIApp
 
 from spec_runtime.serve import tokens
 from spec_runtime.serve.anthropic.requests import CountRequest, MessagesRequest
-from spec_runtime.serve.errors import MESSAGES, RESPONSES, Json, add_handlers, parsed
+from spec_runtime.serve.errors import (
+    INPUT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+    ApiError,
+    Json,
+    add_handlers,
+    parsed,
+)
 from spec_runtime.serve.guards import guarded
 from spec_runtime.serve.ignored import noted
 from spec_runtime.serve.models import LendingApp, Models
@@ -109,9 +118,18 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     return noted(await service.responses(body, request), body)
 
 
+@router.post(INPUT_TOKENS)
+async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    service = await _service(request, body.model)
+    return noted(await service.input_tokens(body, request), body)
+
+
 @router.get(f"{RESPONSES}/{{name}}")
-async def response(name: str, request: Request) -> Response:
+async def response(name: str, request: Request, stream: bool = False) -> Response:
     """Returns a response that is kept."""
+    if stream:
+        message = "got stream true, expected false: responses are kept whole; read it without"
+        raise ApiError(400, message, param="stream", code="invalid_value")
     kept = _models(request).kept.response(name, "response_id")
     return Response(kept, media_type=Json.media_type)
 
@@ -151,12 +169,29 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    return Json({"object": "list", "data": _models(request).described()})
+    found = _models(request).described()
+    if not _is_anthropics(request):
+        return Json({"object": "list", "data": found})
+    listed = [_in_anthropics_form(each) for each in found]
+    ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
+    return Json({"data": listed, "has_more": False, **ends})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
-    return Json(_models(request).description(name))
+    found = _models(request).description(name)
+    return Json(_in_anthropics_form(found) if _is_anthropics(request) else found)
+
+
+def _is_anthropics(request: Request) -> bool:
+    """Says whether a client of Anthropic's asks, which names the version of its API."""
+    return "anthropic-version" in request.headers
+
+
+def _in_anthropics_form(model: dict[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
+    told = {"type": "model", "id": model["id"], "display_name": model["id"]}
+    return {**told, "created_at": created}
 
 
 @router.head("/health", include_in_schema=False)
@@ -181,6 +216,7 @@ async def metrics(request: Request) -> Response:
     return Response(_models(request).metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/")
 async def page() -> Response:
     return HTMLResponse(page_html(), headers=PAGE_HEADERS)

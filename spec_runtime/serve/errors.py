@@ -28,6 +28,7 @@ MOST_PROBLEMS = 1000  # of a body, that are looked at
 GONE = 499  # what logs call a client that did not wait for its answer
 MESSAGES = "/v1/messages"  # Anthropic's address
 RESPONSES = "/v1/responses"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 FORMAT = "response_format"  # a chat's field, which is "text.format" in RESPONSES
 NO_THREADS = "thread_unsupported_request"  # by which its client knows to send whole conversations
 # Anthropic's types of errors by status; others are invalid_request_error, or api_error from 500 on.

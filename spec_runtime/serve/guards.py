@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from spec_runtime.files.mapping import brief
 from spec_runtime.serve.errors import (
     GONE,
+    INPUT_TOKENS,
     MESSAGES,
     RESPONSES,
     ApiError,
@@ -52,7 +53,7 @@ NAMED_PATHS = (
     "/v1/completions",
     "/v1/models",
     "/metrics",
-    *(MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES),
+    *(MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES, INPUT_TOKENS),
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

@@ -22,6 +22,7 @@ from spec_runtime.serve.streams import unless_gone
 from spec_runtime.serve.threads import Threads
 
 PLAIN = "none"  # the drafter that every engine has
+ANY = "*"  # the alias that stands for all other names
 LENT = "specsplit.lent"  # the key of a request's scope that holds the services lent to it
 
 NUM_READING, MOST_READING = 2, 64  # threads, and long bodies that wait for them
@@ -121,9 +122,11 @@ class Models:
         return all(each.service.is_ready for _, each in self._open_ones())
 
     def find(self, name: str | None) -> Model:
-        """Returns the model of this name, None for the first. Raises ApiError if there is none."""
+        """Returns the model of this name, None for the first, and for an unknown name the one that
+        has the alias `*`. Raises ApiError if there is none."""
         if name is None:
             return self._models[0]
+        name = name if name in self._by_name or ANY not in self._by_name else ANY
         if name not in self._by_name:
             known = ", ".join(f"`{each}`" for each in self._by_name)
             message = f"The model `{name:.200}` does not exist; this server has {known}."
@@ -133,7 +136,7 @@ class Models:
     def described(self) -> list[dict[str, Any]]:
         """Returns what /v1/models says of each name, aliases after the names that they stand
         for."""
-        return [self.description(name) for name in self._by_name]
+        return [self.description(name) for name in self._by_name if name != ANY]
 
     def description(self, name: str) -> dict[str, Any]:
         """Returns what /v1/models says of a name. Raises ApiError for one that is not known."""

@@ -110,9 +110,7 @@ class Service:
         messages: list[dict[str, Any]] = []  # of the conversation; `as_chat` fills this
 
         def as_chat() -> ChatRequest:
-            if (previous := body.previous_response_id) is not None:
-                messages.extend(self.kept.messages(previous, "previous_response_id"))
-            messages[:] = messages_of(body.found_items(self.kept.item), messages)
+            messages[:] = self._conversation(body)
             return body.as_chat(messages)
 
         def keep(response: dict[str, Any]) -> None:
@@ -124,17 +122,38 @@ class Service:
         reply = ResponseReply(self.settings.name, body.repeated(), texts, keep, shape)
         return await self._chat(body, request, reply, as_chat, field="input")
 
+    def _conversation(self, body: ResponsesRequest) -> list[dict[str, Any]]:
+        """Returns the messages of the chat that a response goes on from."""
+        before: list[dict[str, Any]] = []
+        if (previous := body.previous_response_id) is not None:
+            before = self.kept.messages(previous, "previous_response_id")
+        return messages_of(body.found_items(self.kept.item), before)
+
     async def count_tokens(self, body: CountRequest, request: Request) -> Response:
         """Answers /v1/messages/count_tokens, also for prompts longer than the server takes."""
 
         def count() -> Response:
             chat = body.as_chat()
-            template_kwargs = chat.template_kwargs(self.engine.tokenizer.template, body.thinks)
-            tools = chat.usable_tools
-            ids = self.encode_messages(chat.messages, tools, body.is_begun, template_kwargs)
-            return Json({"input_tokens": len(ids)})
+            return Json({"input_tokens": self._num_tokens(chat, "messages", body)})
 
         return await unless_gone(request.receive, self.counting.run(count))
+
+    async def input_tokens(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answers /v1/responses/input_tokens, as `count_tokens`."""
+
+        def count() -> Response:
+            chat = body.as_chat(self._conversation(body))
+            number = self._num_tokens(chat, "input")
+            return Json({"object": "response.input_tokens", "input_tokens": number})
+
+        return await unless_gone(request.receive, self.counting.run(count))
+
+    def _num_tokens(self, chat: ChatRequest, field: str, body: CountRequest | None = None) -> int:
+        """Counts the tokens of a chat's prompt."""
+        thinks, is_begun = (None, False) if body is None else (body.thinks, body.is_begun)
+        template_kwargs = chat.template_kwargs(self.engine.tokenizer.template, thinks)
+        tools = chat.usable_tools
+        return len(self.encode_messages(chat.messages, tools, is_begun, template_kwargs, field))
 
     def encode_messages(
         self,

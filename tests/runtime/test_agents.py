@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 from apis import APIS, FUNCTION, TEXTS
-from served import CHAT, HELLO, MESSAGES, RESPONSES, chunks_of, in_process, post, tool_engine
+from served import (
+    CHAT,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    app_of,
+    chunks_of,
+    in_process,
+    post,
+    tool_engine,
+    toy_engine,
+)
+from starlette.testclient import TestClient
 
 from spec_runtime import GenerationResult, Stats
 from spec_runtime.dialogue.response_template import Tags
@@ -21,6 +33,7 @@ from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serve.responses.replies import ResponseReply, Shape
 from spec_runtime.serve.responses.requests import ENCRYPTED, ResponsesRequest, messages_of
 from spec_runtime.serve.responses.tools import Tools
+from spec_runtime.serve.settings import Settings
 
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
 CODEX = json.loads((Path(__file__).parent / "codex.json").read_text("utf-8"))["requests"]
@@ -298,3 +311,51 @@ def test_what_a_request_says_of_thinking_shapes_its_reply() -> None:
     assert request.has_summary
     assert request.repeated()["reasoning"] == {"effort": None, "summary": "auto"}
     assert not ResponsesRequest.model_validate({"input": "x", "reasoning": {}}).has_summary
+
+
+# ---- further addresses and names ----
+
+
+def test_tokens_of_a_responses_input_are_counted(client: Any) -> None:
+    body = {"input": HELLO, "instructions": "Be brief.", "tools": AGENTS["tools"]}
+    answered = post(client, RESPONSES, **body, max_output_tokens=2)
+    counted = post(client, f"{RESPONSES}/input_tokens", **body)
+    assert counted["input_tokens"] == answered["usage"]["input_tokens"]
+    assert counted["object"] == "response.input_tokens"
+    more = {"input": "And?", "previous_response_id": answered["id"]}
+    counted = post(client, f"{RESPONSES}/input_tokens", **more)
+    told = post(client, RESPONSES, **more, max_output_tokens=2)
+    assert counted["input_tokens"] == told["usage"]["input_tokens"]
+
+
+def test_a_kept_response_is_not_streamed(client: Any) -> None:
+    """A stream would end without an event; the error says what there is."""
+    kept = post(client, RESPONSES, input="hello", max_output_tokens=2)["id"]
+    assert client.get(f"{RESPONSES}/{kept}?stream=false").status_code == 200
+    reply = client.get(f"{RESPONSES}/{kept}?stream=true")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "stream"
+
+
+def test_the_page_has_a_head(client: Any) -> None:
+    assert client.head("/").status_code == 200
+
+
+def test_models_are_listed_as_anthropics_clients_read_them(client: Any) -> None:
+    asked = {"headers": {"anthropic-version": "2023-06-01"}}
+    found = client.get("/v1/models", **asked).json()
+    (model,) = found["data"]
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("toy", "toy", False)
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "toy", "toy")
+    assert model["created_at"].endswith("Z")
+    assert client.get("/v1/models/toy", **asked).json() == model
+    assert client.get("/v1/models/toy").json()["object"] == "model"
+
+
+def test_one_model_may_stand_for_every_name() -> None:
+    settings = Settings("toy", aliases=("*",))
+    with TestClient(app_of(toy_engine(), settings), "http://localhost") as client:
+        for name in ("gpt-9", "toy"):
+            body = {"messages": HELLO, "max_tokens": 2, "model": name}
+            assert post(client, CHAT, **body)["model"] == "toy"
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["toy"]
