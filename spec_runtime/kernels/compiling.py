@@ -1,4 +1,4 @@
-"""Compiles the native library. Imports the standard library only, as setup.py runs it."""
+"""Compiles the native library. Imports the standard library only, since an installation runs it by itself."""
 
 from __future__ import annotations
 

@@ -604,11 +604,11 @@ def soak(
     requests = [each for each in pool(random.Random(seed), engine) if reference.has(each)]
     prompts = [each.prompt for each in requests if isinstance(each.prompt, list)]
 
-    def about(number: int) -> Any:
+    def about(number: int) -> tuple[random.Random, list[Request], Reference, Findings]:
         return random.Random(f"{seed} worker {number}"), requests, reference, findings
 
     with shared_engine(folder, parallel, prompts) as shared:
-        asking: list[Worker] = [Caller(*about(i), engines=engines) for i in range(workers)]
+        asking: list[Worker] = [Caller(*about(i), engines) for i in range(workers)]
         clients = parallel + parallel // 2 + 1
         asking += [Client(*about(workers + i), *shared) for i in range(clients)]
         started = time.monotonic()

@@ -16,7 +16,8 @@ OF_SERVERS = ("faults", "fuzz", "many-clients", "soak")
 def commits_since(commit: str, name: str) -> int | None:
     """Counts the commits since then that changed what the figures `name` are about.
 
-    That is both packages, but the server only where they were measured through it. Returns None
+    That is both packages, but the server only where they were measured through it. A branch that
+    was merged counts once, into however many commits its author has parted it. Returns None
     where the commit is not in the history: an object that an amended commit left behind is known
     to one checkout and to no clone of it.
     """
@@ -26,6 +27,6 @@ def commits_since(commit: str, name: str) -> int | None:
     paths = ["spec_runtime", "spec_export"]
     if not name.startswith(OF_SERVERS):
         paths += [f":(exclude){folder}" for folder in SERVER]
-    command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
+    command = ["git", "rev-list", "--first-parent", "--count", f"{commit}..HEAD", "--", *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return int(done.stdout)
