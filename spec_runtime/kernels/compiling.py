@@ -1,4 +1,4 @@
-"""Compiles the native library. Imports the standard library only, since an installation runs it by itself."""
+"""Compiles the native library. Imports the standard library only, for installations run it."""
 
 from __future__ import annotations
 
