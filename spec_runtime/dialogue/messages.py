@@ -12,9 +12,9 @@ Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
 
 
 def plain_message(message: Message) -> Message:
-    """Returns a message whose content is a string: parts of kind text are joined. Other keys that
-    say nothing, such as "tool_calls": null or [], are left out, as templates ask for the key. What
-    an assistant thought, by whatever name a client knows it, is in "reasoning_content".
+    """Returns a message whose content is a string: parts of kind text or refusal are joined. Other
+    keys that say nothing, such as "tool_calls": null or [], are left out, as templates ask for the
+    key. What an assistant thought, by whatever name a client knows it, is in "reasoning_content".
 
     The content of an assistant's message with tool calls may be None. Raises UserError for a
     message without role and content, for other kinds of content, and for half surrogate pairs.
@@ -24,16 +24,22 @@ def plain_message(message: Message) -> Message:
     role, content = message["role"], message["content"]
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type")
+            if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
                 raise UserError(
                     f"got content part {dict(part)!r:.80} in a message of {role!r:.40}, expected "
                     "parts of type 'text' with a text"
                 )
-        content = "".join(part["text"] for part in content)
+        content = "".join(part[part["type"]] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise UserError(
             f"got content {content!r:.80} in a message of {role!r:.40}, expected a string or a "
             "list of text parts"
+        )
+    if pictures := [name for name in ("images", "audio", "videos") if message.get(name)]:
+        raise UserError(
+            f"got {pictures[0]} in a message of {role!r:.40}, expected texts: send what they show "
+            "or say as text"
         )
     for text in (role, content or ""):
         require_characters(text, f"a message of {role!r:.40}")

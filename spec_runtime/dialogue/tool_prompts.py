@@ -38,7 +38,7 @@ _MORE: dict[str, Any] = {"description": "", "parameters": {"type": "object", "pr
 class Habits(NamedTuple):
     """What a chat template can read: a message without content beside calls, arguments that are
     objects, several calls in a message, calls' ids of any length, tools without a description, and
-    a message of the system's."""
+    a message of the system's, and further ones later."""
 
     no_content: bool
     objects: bool
@@ -46,6 +46,7 @@ class Habits(NamedTuple):
     any_ids: bool
     no_description: bool
     system: bool
+    later_systems: bool
 
 
 class ToolPrompter:
@@ -76,7 +77,8 @@ class ToolPrompter:
         are not in OpenAI's form."""
         if self._has_channels:
             messages = [_with_final_text(message) for message in messages]
-        prepared = [*messages]
+        prepared = self._with_one_system(messages)
+        messages = prepared
         if any(message.get("tool_calls") for message in messages):
             prepared = prepared if self.habits.several else _one_by_one(messages)
             prepared = prepared if self.habits.any_ids else _with_short_ids(prepared)
@@ -128,8 +130,26 @@ class ToolPrompter:
         whole, bare = (self._render([_ASKED], [each]) for each in (_tool(**_MORE), _tool()))
         system = {"role": "system", "content": "c"}
         alone, told = (self._render(each, None) for each in ([_ASKED], [system, _ASKED]))
+        twice = self._render([system, _ASKED, system, _ASKED], None)
         described, system_first = whole is None or bare is not None, not alone or bool(told)
-        return Habits(content, objects, several, any_ids, described, system_first)
+        later = not told or bool(twice)
+        return Habits(content, objects, several, any_ids, described, system_first, later)
+
+    def _with_one_system(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages with what the system says before all others, where the template
+        refuses it later, and in the first message of the user where it refuses it everywhere."""
+        places = [i for i, message in enumerate(messages) if message.get("role") == "system"]
+        if not places or (places == [0] and self.habits.system):
+            return [*messages]
+        if self.habits.system and self.habits.later_systems:
+            return [*messages]
+        text = "\n\n".join(str(messages[i].get("content") or "") for i in places)
+        rest = [message for i, message in enumerate(messages) if i not in places]
+        if self.habits.system:
+            return [{"role": "system", "content": text}, *rest]
+        if rest and rest[0].get("role") == "user":
+            text, rest = f"{text}\n\n{rest[0].get('content') or ''}", rest[1:]
+        return [{"role": "user", "content": text}, *rest]
 
     def _with_calls(self, message: Message) -> Message:
         """Returns a message whose calls are written as the template reads them."""

@@ -25,6 +25,8 @@ from served import (
 from starlette.testclient import TestClient
 
 from spec_runtime import GenerationResult, Stats
+from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.messages import plain_message
 from spec_runtime.dialogue.response_template import Tags
 from spec_runtime.loop.answer import AnswerForm
 from spec_runtime.serve.anthropic.requests import MessagesRequest
@@ -359,3 +361,45 @@ def test_one_model_may_stand_for_every_name() -> None:
             body = {"messages": HELLO, "max_tokens": 2, "model": name}
             assert post(client, CHAT, **body)["model"] == "toy"
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["toy"]
+
+
+# ---- messages ----
+
+
+def template_that(refuses: str) -> ChatTemplate:
+    """Returns a template that refuses a message where this holds."""
+    raising = f"{{% if {refuses} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    shown = "[{{ m.role }}]{{ m.content }}"
+    return ChatTemplate(f"{{% for m in messages %}}{raising}{shown}{{% endfor %}}")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "expected"),
+    [
+        ("false", "[system]a[system]b[user]hello[assistant]x[system]c[user]hello"),
+        (
+            "m.role == 'system' and not loop.first",
+            "[system]a\n\nb\n\nc[user]hello[assistant]x[user]hello",
+        ),
+        ("m.role == 'system'", "[user]a\n\nb\n\nc\n\nhello[assistant]x[user]hello"),
+    ],
+)
+def test_a_system_that_speaks_later_is_heard_first(refuses: str, expected: str) -> None:
+    """As Codex and Claude Code have it, and templates of Qwen and Gemma refuse it."""
+    a, b, c = ({"role": "system", "content": each} for each in "abc")
+    talk = [a, b, *HELLO, {"role": "assistant", "content": "x"}, c, *HELLO]
+    assert template_that(refuses).render(talk) == expected
+
+
+@pytest.mark.parametrize("name", ["images", "audio", "videos"])
+def test_pictures_beside_the_text_are_refused(client: Any, name: str) -> None:
+    message = {"role": "user", "content": "hello"}
+    reply = client.post(CHAT, json={"messages": [{**message, name: ["aGk="]}]})
+    assert reply.status_code == 400
+    assert name in reply.json()["error"]["message"]
+    post(client, CHAT, messages=[{**message, name: []}], max_tokens=2)
+
+
+def test_a_refusal_that_was_said_is_text() -> None:
+    parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "will not."}]
+    assert plain_message({"role": "assistant", "content": parts})["content"] == "I will not."
