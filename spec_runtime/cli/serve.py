@@ -88,6 +88,16 @@ CorsOrigin = Annotated[
         show_default="none",
     ),
 ]
+DefaultTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        "--default-template-kwargs",
+        metavar="JSON",
+        help='Variables of chat templates where a request sets none, such as {"enable_thinking": '
+        "false}",
+        show_default="none",
+    ),
+]
 MapWeights = Annotated[
     bool | None,
     typer.Option(
@@ -115,6 +125,7 @@ def command(
     api_key_env: ApiKeyEnv = None,
     allow_host: AllowHost = None,
     cors_origin: CorsOrigin = None,
+    default_template_kwargs: DefaultTemplateKwargs = None,
     map_weights: MapWeights = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, and a page to look at."""
@@ -137,6 +148,7 @@ def command(
         api_key=None if api_key_env is None else key_from(api_key_env),
         hosts=hosts or None,
         cors_origins=tuple(cors_origin or ()),
+        template_kwargs=_template_kwargs(default_template_kwargs),
         **limits,
     )
     served = processes.ServedBundles(found, settings, most_open)
@@ -204,6 +216,14 @@ def _served(
                 f"got {known.count(each)} bundles with the name {each}, expected one; name them as "
                 "in --bundle NAME=FOLDER"
             )
+    return found
+
+
+def _template_kwargs(text: str | None) -> dict[str, Any]:
+    """Returns the variables that a JSON object names. Raises UserError for another text."""
+    found = options.template_kwargs(text) if text is not None else {}
+    if not isinstance(found, dict):
+        raise UserError(f"got --default-template-kwargs {text!r:.80}, expected a JSON object")
     return found
 
 

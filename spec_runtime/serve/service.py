@@ -166,8 +166,12 @@ class Service:
         """Returns the ids of the messages in this field of the request, however many these are; the
         last one is the beginning of the answer if it `is_begun`."""
         plain, codec = [message.plain() for message in messages], self.engine.tokenizer
+        known = () if codec.template is None else codec.template.variables
+        given = {name: self.settings.template_kwargs.get(name) for name in known}
+        given = {name: value for name, value in given.items() if value is not None}
+        given |= template_kwargs or {}
         try:
-            return encode_prompt(codec, plain, False, None, tools, is_begun, None, template_kwargs)
+            return encode_prompt(codec, plain, False, None, tools, is_begun, None, given)
         except UserError as error:
             raise as_api_error(error, field) from error
 

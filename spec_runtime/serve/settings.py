@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -53,7 +54,8 @@ class Settings(ServerLimits):
     `name` is the model's id, and `aliases` are further ones. A request asks for at most
     `max_choices` answers. Clients have to send `api_key`, if there is one. `hosts` are the names by
     which requests may address the server, of which a port is left out; None allows all. Scripts of
-    the sites `cors_origins` may read answers, "*" of all. Raises UserError for an empty key, for a
+    the sites `cors_origins` may read answers, "*" of all. `template_kwargs` are variables of chat
+    templates that hold where a request does not set them. Raises UserError for an empty key, for a
     host that is neither a name nor an address, and for an origin that is none.
     """
 
@@ -63,6 +65,7 @@ class Settings(ServerLimits):
     api_key: str | None = None
     hosts: tuple[str, ...] | None = None
     cors_origins: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -131,10 +131,14 @@ def bytes_so_far(name: str) -> list[int]:
 @pytest.mark.parametrize("work_of", [calls_so_far, bytes_so_far])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_later_steps_are_no_more_work(name: str, work_of: Callable[[str], list[int]]) -> None:
-    """What may wait for more text is bounded, so that the first quarter does not count."""
-    work = work_of(name)
-    second, last = work[200] - work[100], work[NUM_PUSHES] - work[200]
-    assert last < 3 * second, "twice the steps; the square were four times"
+    """What may wait for more text is bounded, so that the first quarter does not count. Threads
+    that other tests left may allocate meanwhile, and not each time."""
+
+    def is_linear() -> bool:
+        work = work_of(name)
+        return work[NUM_PUSHES] - work[200] < 3 * (work[200] - work[100])
+
+    assert any(is_linear() for _ in range(3)), "twice the steps; the square were four times"
 
 
 @pytest.mark.parametrize("name", SLOW)

@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served import CHAT, HELLO, MESSAGES, PERSON, RESPONSES, chunks_of, post, served, stream
+from served import (
+    CHAT,
+    HELLO,
+    MESSAGES,
+    PERSON,
+    RESPONSES,
+    chunks_of,
+    in_process,
+    post,
+    served,
+    stream,
+)
 from toy_engine import make_engine
 
 from spec_runtime import Chunk, Engine, GenerationResult, Stats
@@ -447,6 +458,17 @@ def test_requests_switch_thinking_off(client: Any) -> None:
         (MESSAGES, {"thinking": {"type": "enabled"}, **switch}, off),
     ):
         assert num_prompt_tokens(client, path, **body) == expected, (path, body)
+
+
+def test_variables_of_the_server_hold_where_a_request_sets_none(client: Any) -> None:
+    off, on = ({"chat_template_kwargs": {"enable_thinking": each}} for each in (False, True))
+    expected = [num_prompt_tokens(client, CHAT, **each) for each in (off, on)]
+    assert expected[0] != expected[1]
+    own = {"enable_thinking": False, "unread": 1}
+    with in_process(thinking_engine(QWEN3), template_kwargs=own) as other:
+        for path in (CHAT, RESPONSES):
+            found = [num_prompt_tokens(other, path, **each) for each in ({}, on)]
+            assert found == expected, path
 
 
 def test_unread_variables_are_left_out_and_named(client: Any) -> None:
