@@ -138,13 +138,12 @@ class ToolPrompter:
     def _with_one_system(self, messages: Sequence[Message]) -> list[Message]:
         """Returns the messages with what the system says before all others, where the template
         refuses it later, and in the first message of the user where it refuses it everywhere."""
-        places = [i for i, message in enumerate(messages) if message.get("role") == "system"]
-        if not places or (places == [0] and self.habits.system):
+        said = [message for message in messages if message.get("role") == "system"]
+        is_first = bool(said) and said == [*messages[:1]]
+        if not said or (self.habits.system and (is_first or self.habits.later_systems)):
             return [*messages]
-        if self.habits.system and self.habits.later_systems:
-            return [*messages]
-        text = "\n\n".join(str(messages[i].get("content") or "") for i in places)
-        rest = [message for i, message in enumerate(messages) if i not in places]
+        text = "\n\n".join(str(message.get("content") or "") for message in said)
+        rest = [message for message in messages if message.get("role") != "system"]
         if self.habits.system:
             return [{"role": "system", "content": text}, *rest]
         if rest and rest[0].get("role") == "user":

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from starlette.responses import Response
 
 HEADER = "X-Specsplit-Ignored"
+MOST_NAMED, MOST_CHARACTERS = 32, 80  # names in it, and of each
 
 # Change no token, whatever their values are.
 NO_EFFECT = frozenset(
@@ -66,9 +67,12 @@ class Tolerant(BaseModel):
         return ()
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Adds these names to those of the header, which has each once and only ASCII."""
-        known = self._ignored
-        known += [name for name in dict.fromkeys(names) if name not in known and name.isascii()]
+        """Adds these names to those of the header, which has the first of them, each once and
+        without what a header cannot hold."""
+        for name in dict.fromkeys(names):
+            shown = name.encode("unicode_escape").decode()[:MOST_CHARACTERS]
+            if len(self._ignored) < MOST_NAMED and shown not in self._ignored:
+                self._ignored.append(shown)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -76,11 +80,11 @@ class Tolerant(BaseModel):
         if not isinstance(data, dict):
             return handler(data)
         data = cls.rewritten(data)
-        ignored = [
-            name
+        ignored = {
+            name: value
             for name, value in data.items()
             if _is_unused(cls.model_fields.get(name)) and changes_nothing(name, value)
-        ]
+        }
         made = handler({name: value for name, value in data.items() if name not in ignored})
         made.ignore([*ignored, *made.left_out()])
         return made

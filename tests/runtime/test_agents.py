@@ -403,3 +403,58 @@ def test_pictures_beside_the_text_are_refused(client: Any, name: str) -> None:
 def test_a_refusal_that_was_said_is_text() -> None:
     parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "will not."}]
     assert plain_message({"role": "assistant", "content": parts})["content"] == "I will not."
+
+
+# ---- what strangers send in these places ----
+
+
+def test_a_header_has_a_few_names_and_no_line_of_its_own(client: Any) -> None:
+    """Names of unknown fields are the client's: a header holds no line break, nor a megabyte."""
+    odd = {"a\r\nSet-Cookie: b": None, "ü": False, "x" * 500: [], "\ud800": None}
+    body = {"messages": HELLO, "max_tokens": 2}
+    content, kind = json.dumps({**body, **odd}), {"Content-Type": "application/json"}
+    reply = client.post(CHAT, content=content.encode(), headers=kind)
+    assert reply.status_code == 200
+    assert reply.headers[HEADER] == rf"a\r\nSet-Cookie: b, \xfc, {'x' * 80}, \ud800"
+    assert "set-cookie" not in reply.headers
+    many = {f"f{i}": None for i in range(20_000)}
+    found = client.post(CHAT, json={**body, **many}).headers[HEADER]
+    assert found.split(", ") == [*many][:32]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": 3},
+        {"tools": {"a": 1}},
+        {"tools": [3]},
+        {"tools": [{"function": {"name": ["x"]}}]},
+        {"tools": [{"type": ["function"], "function": {}}]},
+        {"guided_json": "x"},
+        {"guided_regex": ["x"]},
+        {"grammar": {"a": 1}},
+        {"structured_outputs": {"choice": [1]}},
+        {"response_format": {"type": "json_object", "schema": 3}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("choice", ["x", "any", {"type": "allowed_tools", "allowed_tools": 3}])
+def test_forms_of_others_that_are_none_are_refused(client: Any, more: Any, choice: Any) -> None:
+    body = {"messages": HELLO, "max_tokens": 2, "tool_choice": choice, **more}
+    assert client.post(CHAT, json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "namespace", "name": "a", "tools": [{"type": "function", **FUNCTION}] * 129}],
+        [{"type": ["custom"]}],
+        [{"type": "custom"}],
+        [{"type": "custom", "name": "a b"}],
+        [{"type": "namespace", "tools": [{"type": "namespace", "tools": [{}]}]}],
+    ],
+    ids=lambda tools: str(tools)[:40],
+)
+def test_tools_of_responses_that_are_none_are_refused(client: Any, tools: Any) -> None:
+    reply = client.post(RESPONSES, json={"input": "x", "max_output_tokens": 2, "tools": tools})
+    assert reply.status_code == 400, reply.text

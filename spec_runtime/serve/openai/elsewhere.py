@@ -58,7 +58,12 @@ def as_ours(body: Object) -> Object:
         ours["response_format"] = _schema(format["schema"])
     if isinstance(choice := ours.get("tool_choice"), str):
         named = {"type": "function", "function": {"name": choice}}
-        known = {_name(tool) for tool in ours.get("tools") or () if isinstance(tool, dict)}
+        tools = ours.get("tools")
+        known = (
+            [_name(tool) for tool in tools if isinstance(tool, dict)]
+            if isinstance(tools, list)
+            else []
+        )
         ours["tool_choice"] = named if choice in known else {"any": "required"}.get(choice, choice)
     return ours
 

@@ -29,7 +29,7 @@ from spec_runtime.serve.openai.schemas import (
     sampled,
     sampling_of,
 )
-from spec_runtime.serve.responses.tools import Tools, chosen, message_call
+from spec_runtime.serve.responses.tools import MOST_TOOLS, Tools, chosen, message_call
 
 Object = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -87,7 +87,7 @@ class ResponsesRequest(Tolerant):
     store: Flag | None = None
     stream: Flag | None = None
     text: TextConfig | None = None
-    tools: Annotated[List[Object], MaxLen(128)] | None = None
+    tools: Annotated[List[Object], MaxLen(MOST_TOOLS)] | None = None
     tool_choice: str | Object | None = None
     reasoning: ReasoningConfig | None = None
     include: List[str] | None = None  # LOGPROBS, ENCRYPTED; others are ignored

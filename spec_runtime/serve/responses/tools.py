@@ -13,6 +13,7 @@ from spec_runtime.serve.openai import elsewhere
 from spec_runtime.serve.openai.schemas import has
 
 Object = dict[str, Any]
+MOST_TOOLS = 128  # those of namespaces included
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -34,9 +35,10 @@ class Tools:
 
     def _add(self, tool: Object, namespace: str | None = None) -> None:
         kind, name = tool.get("type"), str(tool.get("name"))
-        if not isinstance(kind, str):
+        if not isinstance(kind, str) or (kind == "custom" and not has(tool, "name")):
             raise UserError(
-                f"got tool {brief(repr(tool), 80)}, expected one with a type, such as 'function'",
+                f"got tool {brief(repr(tool), 80)}, expected one with a type, such as 'function', "
+                "and a name",
                 param="tools",
             )
         if kind == "namespace" and isinstance(tool.get("tools"), list):
@@ -55,6 +57,9 @@ class Tools:
         known = {"name", "description", "parameters", "strict"}
         function = {key: value for key, value in tool.items() if key in known and value is not None}
         self.functions.append({"type": "function", "function": function})
+        if len(self.functions) > MOST_TOOLS:
+            message = f"got more than {MOST_TOOLS} functions, expected fewer tools"
+            raise UserError(message, param="tools")
 
     def is_custom(self, name: str) -> bool:
         """Says whether a call of this name has a text as its input."""
