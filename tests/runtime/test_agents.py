@@ -410,7 +410,7 @@ def test_a_refusal_that_was_said_is_text() -> None:
 
 def test_a_header_has_a_few_names_and_no_line_of_its_own(client: Any) -> None:
     """Names of unknown fields are the client's: a header holds no line break, nor a megabyte."""
-    odd = {"a\r\nSet-Cookie: b": None, "ü": False, "x" * 500: [], "\ud800": None}
+    odd: dict[str, Any] = {"a\r\nSet-Cookie: b": None, "ü": False, "x" * 500: [], "\ud800": None}
     body = {"messages": HELLO, "max_tokens": 2}
     content, kind = json.dumps({**body, **odd}), {"Content-Type": "application/json"}
     reply = client.post(CHAT, content=content.encode(), headers=kind)
