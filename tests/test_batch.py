@@ -305,6 +305,7 @@ def test_windows_sinks_and_experts_have_lanes(
             assert each.token_ids == engine.generate(prompt, **asked).token_ids
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_share_passes_runs_one_by_one(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
     model = save_llama(tmp_path / "model", family="lfm2", block_auto_adjust_ff_dim=False, **sizes)

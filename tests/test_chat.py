@@ -85,6 +85,7 @@ def send(terminal: Screen, text: str, wanted: str) -> None:
     terminal.wait(wanted)
 
 
+@pytest.mark.slow
 def test_a_person_chats(chat: Open, tmp_path: Path) -> None:
     """Several lines as one turn, pasted and typed; Ctrl-C on a line; every command; then the same
     conversation in a new process, an answer that is stopped, and SIGTERM."""

@@ -193,6 +193,7 @@ def runs_of(
 # ---- tests ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
 @pytest.mark.parametrize(("kind", "precision", "capability"), MATRIX)
 def test_every_graph(

@@ -301,6 +301,7 @@ def test_all_drafters_are_the_same_on_the_cpu(run: Run) -> None:
     assert found.figure.startswith(f"{len(pairs)} of {len(pairs)} ways of drafting lossless over ")
 
 
+@pytest.mark.slow
 def test_prompts_that_share_passes_get_the_same(run: Run) -> None:
     found = run("lanes")
     rows = found.tables["measured"]
@@ -446,6 +447,7 @@ def run_over(standin: StandIn, out: Path, words: Sequence[object]) -> tuple[int,
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.standin
 def test_every_part_runs_to_its_end_over_the_stand_in(
     standin: StandIn,

@@ -70,6 +70,7 @@ def test_a_hostile_client_stops_nobody(kind: str, keeper: Keeper) -> None:
     assert figures["asked"] >= load_server.NUM_CLIENTS
 
 
+@pytest.mark.slow
 def test_the_server_ends_cleanly_after_all_of_them(keeper: Keeper) -> None:
     server = keeper.server()
     load_server.measure(server, "slow_schemas", BOUNDS, rounds=1, seconds=SECONDS)

@@ -81,6 +81,7 @@ def plain_tokens(engine: Engine, prompt: str, **options: Any) -> tuple[list[int]
     return tokens, min(gaps)
 
 
+@pytest.mark.slow
 def test_the_shipped_drafter_loses_nothing_and_is_often_right(engine: Engine) -> None:
     """Texts are plain decoding's, token by token, and steps commit at least 1.85 tokens on average.
 
@@ -104,6 +105,7 @@ def test_the_shipped_drafter_loses_nothing_and_is_often_right(engine: Engine) ->
     assert num_long >= 20, f"{num_long} steps accepted two tokens or more"
 
 
+@pytest.mark.slow
 def test_a_constrained_answer_is_valid_plain_decodings_and_fast(
     engine: Engine, record_property: Callable[[str, object], None]
 ) -> None:

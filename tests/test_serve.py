@@ -113,6 +113,7 @@ def test_a_server_ends_gracefully_on_sigterm(
     assert [line["status"] for line in lines[-4:]] == [401, 200, 200, 403]
 
 
+@pytest.mark.slow
 def test_a_stop_cuts_off_a_grammar_that_does_not_end(bundle: Path, tmp_path: Path) -> None:
     with running(bundle, tmp_path / "log", "--grace", "1") as (process, url):
         body = {"messages": HELLO, "response_format": as_format(BOMB)}
@@ -146,6 +147,7 @@ def test_a_process_ends_though_a_thread_of_its_server_never_does() -> None:
     assert ended.stderr == b"the server is ended 0.1 s after its stop: a request did not end\n"
 
 
+@pytest.mark.slow
 def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_path: Path) -> None:
     with running(bundle, tmp_path / "log", "--workers", "2", "--threads", "1") as (process, url):
         wait_until(lambda: is_ready(url))
@@ -169,6 +171,7 @@ def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_
         assert not is_ready(url)
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_start_end_the_command(bundle: Path, tmp_path: Path) -> None:
     options = ("--workers", "2", "--drafter", "none", "--lookup")
     with running(bundle, tmp_path / "log", *options) as (process, _):

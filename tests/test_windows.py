@@ -100,6 +100,7 @@ def transformers_text(windowed: WindowedWorkshop) -> Any:
     return generate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "drafter", "options"),  # with attention "bias" and "full_buffer"
     [

@@ -23,7 +23,7 @@ if [ $# -eq 0 ]; then OMP_NUM_THREADS=1 .venv/bin/python -m tools.ci.endure < /d
 # and files in the order of tests/conftest.py
 tests=0
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rsfE --tb=short --durations=15 -n auto --maxprocesses 4 \
-  --dist loadfile --no-loadscope-reorder "$@" < /dev/null || tests=$?
+  --dist loadfile --no-loadscope-reorder --max-seconds 5 "$@" < /dev/null || tests=$?
 wait "$mypy" || { echo "mypy found the errors above the tests' results" >&2; exit 1; }
 [ "$endured" -eq 0 ] || { echo "fuzz, faults or a soak failed above the tests' results" >&2; exit 1; }
 exit "$tests"

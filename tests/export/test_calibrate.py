@@ -208,6 +208,7 @@ def test_no_usable_answer_is_said() -> None:
 # ------------------------------------------------------------------------------------ real bundles
 
 
+@pytest.mark.slow
 def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     fluent: FluentWorkshop, tmp_path: Path, run: Run
 ) -> None:

@@ -59,6 +59,7 @@ def failed(rows: list[check.CheckRow]) -> set[str]:
     return {row.name for row in rows if not row.passed}
 
 
+@pytest.mark.slow
 def test_a_fresh_export_passes_in_both_forms(folder: Path) -> None:
     result = check.run(str(folder), None, ["fp32"])
     rows = result.rows
@@ -154,6 +155,7 @@ def test_a_graph_with_a_fault_fails(
     assert not right & found
 
 
+@pytest.mark.slow
 def test_what_the_target_runs_of_a_drafter_is_compared(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_bundle_of_another_model_is_refused(
         check.run(str(folder), copy, [])
 
 
+@pytest.mark.slow
 def test_accepted_length_goes_into_the_manifest(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +248,7 @@ def test_reference_prompts_are_sixteen_and_the_prose_is_long_enough() -> None:
     assert len(make_tokenizer()(reference.prose())["input_ids"]) > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_int8_of_the_demo_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     from spec_export.model import demo

@@ -63,6 +63,7 @@ def test_answers_without_a_pair_that_comes_twice_have_no_table() -> None:
     assert bigrams.table([Example(token_T, token_T > 0)], DRAFTED, VOCAB) is None
 
 
+@pytest.mark.slow
 def test_a_counted_table_goes_into_the_bundle(workshop: Workshop, tmp_path: Path) -> None:
     drafter = checkpoint.load_drafter(workshop.drafter(NAME))
     ids = drafter.draft_token_ids

@@ -114,6 +114,7 @@ def transformers_engine(model: str) -> distill_engines.TransformersEngine:
     return distill_engines.TransformersEngine(target.resolve(model), "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "calls"), [(0.0, 0), (0.0, 3), (0.8, 1), (0.8, 4)])
 def test_resumed_equals_uninterrupted(
     model: str,
@@ -155,6 +156,7 @@ def test_killed_while_the_last_batch_is_cut_off(
     assert part.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_more_rows_later_equals_all_at_once(
     model: str, whole: dict[float, DistillResult], tmp_path: Path
 ) -> None:
@@ -357,6 +359,7 @@ def test_openvino_gives_the_answers_of_transformers(tmp_path: Path) -> None:
 # ---- two at once, foreign files, prompts that do not fit ----
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_write_one_file(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,7 @@ def test_vocabularies_must_agree_token_by_token() -> None:
         require_same_tokens(mine, mine, 2)
 
 
+@pytest.mark.slow
 def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path) -> None:
     """The target as its own draft model: as right as the trees are deep."""
     llama = str(workshop.llama())
@@ -171,6 +172,7 @@ def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path
         assert result.stats.accepted_length > 3.0  # 1.1 with a model trained for two steps
 
 
+@pytest.mark.slow
 def test_a_given_model_may_lack_the_rows_of_the_targets_padding(tmp_path: Path) -> None:
     """No token has these ids, but prompts of ids and biases may name them."""
     llama = str(save_llama(tmp_path / "target", vocab_size=128))

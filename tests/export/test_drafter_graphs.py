@@ -73,6 +73,7 @@ AMPHISTA: dict[str, tuple[dict[str, Any], int, int]] = {  # options, caches, pro
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", AMPHISTA)
 def test_amphista(case: str, tmp_path: Path) -> None:
     """The mean difference counts: measures 0.14 and 0.8 in int8 and int4, other rows are 0.7 apart,
@@ -137,6 +138,7 @@ def test_parallelspec(options: dict[str, Any], has_bigrams: bool, tmp_path: Path
 # ---- level by level ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -187,6 +189,7 @@ def test_eagle(options: dict[str, Any], vocabulary: Tensor | None, tmp_path: Pat
     check_along_trees(to_slots(model), tmp_path / "slots", "slots", expected_of, features)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), [("qwen3", "slots"), ("phi3", "contiguous")])
 def test_a_pretrained_models_graph(family: str, form: str, tmp_path: Path) -> None:
     """Its table has more rows than the target has tokens: the rest is never guessed."""
@@ -241,6 +244,7 @@ def published(name: str, options: dict[str, Any]) -> tuple[Any, Published]:
     return drafter, Published(drafter, rope["rope_theta"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EAGLE3)
 def test_eagle_3(case: str, tmp_path: Path) -> None:
     """Levels of the module and, of some, nodes of trees in the graph."""
@@ -290,6 +294,7 @@ def test_the_targets_graph_fuses_its_taps(tmp_path: Path) -> None:
             assert np.abs(got[name] - fused).max() <= tolerance * np.abs(fused).max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PEAGLE)
 def test_p_eagle(case: str, tmp_path: Path) -> None:
     """Groups of the module and, of some, of the graph, which a table of bigrams conditions."""
@@ -327,6 +332,7 @@ DFLASH: dict[str, dict[str, Any]] = {  # without these, see test_import_dflash.p
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DFLASH)
 def test_dflash(case: str, tmp_path: Path) -> None:
     """Context comes in chunks; the block after each one is scratch, and sees all of it."""

@@ -45,6 +45,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(f"spec_export.drafters.{name}", None)
 
 
+@pytest.mark.slow
 def test_the_example_meets_the_contract(
     name: str, fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

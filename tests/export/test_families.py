@@ -309,6 +309,7 @@ def test_smoothing_for_int8_keeps_the_function_and_the_models_weights(case: str)
         assert torch.equal(value, saved[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["contiguous", "bias", "full_buffer"])
 def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
     form: str, tmp_path: Path

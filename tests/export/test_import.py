@@ -226,6 +226,7 @@ def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Dra
     return write(folder / name, config, tensors_of(state)), drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
     """Levels 0 to 2 of what was imported, as module and, of some, as graph, against the published
@@ -262,6 +263,7 @@ def require_near(ids: torch.Tensor, log_probs: torch.Tensor, expected: torch.Ten
     torch.testing.assert_close(log_probs, of_ids, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "trained", "qwen3", "peagle"])
 def test_what_speculators_wrote_guesses_as_speculators_does(
     name: str, llama: Path, tmp_path: Path
@@ -348,6 +350,7 @@ def test_rows_of_pairs_have_no_alignment(llama: Path, tmp_path: Path) -> None:
         run(str(folder), str(llama), tmp_path / "out", Overrides(alignment="anchor"))
 
 
+@pytest.mark.slow
 def test_imported_drafters_change_no_token(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +365,7 @@ def test_imported_drafters_change_no_token(
     require_lossless(bundle, ["eagle3", "peagle"])
 
 
+@pytest.mark.slow
 def test_a_wrong_tap_is_found_and_named(
     llama: Path,
     tmp_path: Path,

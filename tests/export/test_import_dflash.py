@@ -365,6 +365,7 @@ def require_selected(
     assert (log_probs[0].diff() <= 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
     """All guesses of whole blocks against the published forward pass, within 1e-4, and those of a
@@ -417,6 +418,7 @@ def test_a_block_is_guessed_as_its_library_says(name: str, llama: Path, tmp_path
                 torch.testing.assert_close(pair_CC, after, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["speculators' dspark", "z-lab's dflash2"])
 def test_an_imported_block_drafter_changes_no_token(
     name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

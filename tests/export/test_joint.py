@@ -126,6 +126,7 @@ def some_batch(made: joint.JointTrainer) -> Batch:
         return made.batch(made.epoch_batches(0)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["recipe", "skip_layer"])
 def test_a_joint_run_leaves_a_merged_target_and_its_drafter(
     path: Path, finished: Path, tmp_path: Path, drafter: str

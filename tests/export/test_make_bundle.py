@@ -116,6 +116,7 @@ def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) & 0o444 == 0o444, "others may read it"
 
 
+@pytest.mark.slow
 def test_int8_brings_its_probe_and_is_smaller(workshop: Workshop) -> None:
     small, large = workshop.bundle(NAME, "int8"), workshop.bundle(NAME)
     manifest = bundles.read(small).manifest

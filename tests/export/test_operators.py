@@ -20,6 +20,7 @@ from spec_runtime.trees.budget import Budget
 NOT_ON_CUDA = {"Pad", "ReduceMax"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fp32", "int8", "int4", "contiguous", "fp16 on CUDA"])
 def test_every_graph_of_a_build_is_taken(
     fluent: FluentWorkshop, workshop: Workshop, tmp_path: Path, case: str

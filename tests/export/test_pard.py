@@ -175,6 +175,7 @@ def test_it_is_measured(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 1.9 <= length < 3
 
 
+@pytest.mark.slow
 def test_an_imported_drafter_changes_no_token(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

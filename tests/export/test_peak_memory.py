@@ -83,6 +83,7 @@ def large(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_build_takes_the_file_and_a_layer_at_most_and_says_so(
     large: Path, workshop: Workshop, tmp_path: Path
 ) -> None:

@@ -357,6 +357,7 @@ def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
     assert 20e6 < num_weights < len(plan) < 1.5 * num_weights
 
 
+@pytest.mark.slow
 def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
     rtx: Any, workshop: Workshop, fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +377,7 @@ def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
     assert len((out / second.file).read_bytes()) == len(data)
 
 
+@pytest.mark.slow
 def test_the_bundle_also_runs_on_onnx_runtime(
     rtx: Any, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

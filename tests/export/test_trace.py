@@ -220,6 +220,7 @@ def test_any_module_exports_with_given_names() -> None:
     assert model.graph.outputs[0].shape == ["N", 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_deferred_weights_are_read_when_written_and_give_the_same_files(
     precision: str, tmp_path: Path

@@ -79,6 +79,7 @@ features.wait, features._forward = waiting, late
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_with_twice_the_batches(
     recipe: Path, finished: Path, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def expected_of(golden: Golden, module: Any) -> tuple[Tensor, Tensor | None]:
     return torch.log_softmax(logits, -1), after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_we_guess_as_the_library_does(name: str, llama: Path, tmp_path: Path) -> None:
     """All guesses of the module's whole blocks behind every root, and after every token before

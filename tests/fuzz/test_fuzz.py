@@ -48,6 +48,7 @@ def test_a_proper_refusal_is_no_failure() -> None:
     assert (tally.accepted, tally.refused, tally.failed) == (3, 5, 0)
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_cases_whatever_the_number_of_workers() -> None:
     kinds = [KINDS["chat template"], KINDS["recipe"]]
     for kind in kinds:

@@ -88,6 +88,7 @@ def test_a_full_queue_is_429_and_the_rest_is_answered() -> None:
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_grammar_that_does_not_end_keeps_nobody_waiting() -> None:
     """Its stream is over after the server's time; others are answered meanwhile."""
     tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), limits=PATIENT)

@@ -378,6 +378,7 @@ def test_kernels_are_compiled_once_for_all_processes(
     assert not caplog.messages
 
 
+@pytest.mark.slow
 def test_damaged_kernels_are_compiled_again(
     folder: Path, runtime: HostCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
