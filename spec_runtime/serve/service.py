@@ -167,8 +167,8 @@ class Service:
         last one is the beginning of the answer if it `is_begun`."""
         plain, codec = [message.plain() for message in messages], self.engine.tokenizer
         known = () if codec.template is None else codec.template.variables
-        given = {name: self.settings.template_kwargs.get(name) for name in known}
-        given = {name: value for name, value in given.items() if value is not None}
+        own = self.settings.template_kwargs.items()
+        given = {name: value for name, value in own if name in known and value is not None}
         given |= template_kwargs or {}
         try:
             return encode_prompt(codec, plain, False, None, tools, is_begun, None, given)

@@ -261,10 +261,11 @@ def _blocks(content: str | list[Object], role: str, place: str) -> list[Object]:
     """Returns a content's blocks, checked; `place` is where they are in the request."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    said = [block for block in content if not _is_servers(block)]
+    said = []
     for number, block in enumerate(content):
         if not _is_servers(block):
             _check_block(block, BLOCKS[role], f"{place}[{number}]")
+            said.append(block)
     return said
 
 

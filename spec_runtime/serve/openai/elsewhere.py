@@ -30,17 +30,20 @@ def _grammar(grammar: Any) -> Object:
     return {"type": "ebnf", "grammar": grammar}
 
 
-# Fields of vLLM and llama.cpp, and the response_format that says the same.
-FORMATS: dict[str, Callable[[Any], Object]] = {
-    "guided_json": _schema,
-    "json_schema": _schema,
-    "guided_regex": _regex,
+# What vLLM's `structured_outputs` may hold, and the response_format that says the same.
+_STRUCTURED: dict[str, Callable[[Any], Object]] = {
+    "json": _schema,
     "regex": _regex,
-    "guided_choice": _choice,
-    "guided_grammar": _grammar,
+    "choice": _choice,
     "grammar": _grammar,
 }
-_STRUCTURED = {"json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar}
+# Fields of vLLM and llama.cpp that say the same.
+FORMATS = {
+    **{f"guided_{name}": make for name, make in _STRUCTURED.items()},
+    "json_schema": _schema,
+    "regex": _regex,
+    "grammar": _grammar,
+}
 
 
 def as_ours(body: Object) -> Object:
