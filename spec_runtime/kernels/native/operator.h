@@ -1,0 +1,50 @@
+// Declares what the operators share: refusals, the shapes of tensors, ONNX Runtime's threads.
+#pragma once
+#include <stdio.h>
+
+#include "few_rows.h"
+#include "ort.h"
+
+enum { MOST_SIZES = 16 };
+
+#define TRY(call)                        \
+  do {                                   \
+    OrtStatus *status_ = (call);         \
+    if (status_) return status_;         \
+  } while (0)
+
+// Returns the instruction set that SPECSPLIT_INSTRUCTIONS names, or the best one that is here;
+// null if this CPU has not the named one.
+const Instructions *chosen(void);
+
+static inline OrtStatus *refuse(OrtApi api, const char *what, long long got, long long expected) {
+  char message[200];
+  snprintf(message, sizeof message, "got %s %lld, expected %lld", what, got, expected);
+  return ORT(api, CreateStatus)(ORT_INVALID_ARGUMENT, message);
+}
+
+// Reads type and sizes of a tensor.
+static inline OrtStatus *shape_of(OrtApi api, const OrtValue *value, int *type, int64_t *sizes,
+                           size_t *count) {
+  OrtShape *shape;
+  TRY(ORT(api, GetTensorTypeAndShape)(value, &shape));
+  OrtStatus *status = ORT(api, GetTensorElementType)(shape, type);
+  if (!status) status = ORT(api, GetDimensionsCount)(shape, count);
+  if (!status && *count > MOST_SIZES) status = refuse(api, "dimensions", *count, MOST_SIZES);
+  if (!status) status = ORT(api, GetDimensions)(shape, sizes, *count);
+  ORT(api, ReleaseShape)(shape);
+  return status;
+}
+
+// Runs the tasks one after another, or on ONNX Runtime's threads.
+static inline OrtStatus *run(OrtApi api, OrtKernelContext *context, void (*task)(void *, size_t),
+                             size_t total, int is_small, void *call) {
+  if (!is_small) return ORT(api, KernelContextParallelFor)(context, task, total, 0, call);
+  for (size_t i = 0; i < total; i++) task(call, i);
+  return 0;
+}
+
+// What all operators say of themselves.
+static inline const char *provider(const OrtCustomOp *op) { return (void)op, "CPUExecutionProvider"; }
+static inline int zero_at(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, 0; }
+static inline int one(const OrtCustomOp *op) { return (void)op, 1; }
