@@ -33,6 +33,7 @@ from spec_runtime.batch.batch import Batch, Pass
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Bundle, Graph, lanes_name
 from spec_runtime.errors import UserError
+from spec_runtime.kernels.library import WANTED, library
 from spec_runtime.loop.generate import PromptScores
 from spec_runtime.loop.options import CallOptions
 from spec_runtime.pace.shared import SharedPace
@@ -87,18 +88,26 @@ def test_each_answer_is_the_one_it_gets_by_itself(folder: Path, plain: Answers, 
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_below_fp32_answers_are_the_same_where_trees_are(
-    fluent: FluentWorkshop, precision: str, tmp_path: Path
+def test_below_fp32_answers_are_those_of_plain_decoding(
+    fluent: FluentWorkshop, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without drafts, and with whole trees for calls that have a seed."""
+    """With native operators, whose rows depend on no other rows and on no slots."""
+    if library() is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setenv(WANTED, "1")
     out = fluent.build(tmp_path / "bundle", "parallelspec", precision=precision, lanes=NUM_LANES)
     prompts = [10 * MANY[0], *MANY]  # one of several chunks
-    for name, chosen in (("none", OPTIONS), ("parallelspec", OPTIONS[1:])):
-        engine = spec_runtime.load(out, name, threads=1)
-        for options in chosen:
+    plain = spec_runtime.load(out, "none", threads=1)
+    expected = [[plain.generate(each, **some).token_ids for each in prompts] for some in OPTIONS]
+    for name in ("none", "parallelspec", "prompt_lookup"):
+        engine = spec_runtime.load(out, name, threads=2)
+        for options, answers in zip(OPTIONS, expected, strict=True):
             alone = [engine.generate(prompt, **options) for prompt in prompts]
             together = engine.generate_many(prompts, parallel=NUM_LANES, **options)
-            assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+            assert [each.token_ids for each in alone] == answers
+            assert [each.token_ids for each in together] == answers
+        if name == "parallelspec":
+            assert max(each.stats.accepted_length for each in together) > 1
 
 
 @pytest.mark.parametrize("name", drafters.trainable())

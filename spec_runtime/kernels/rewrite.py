@@ -1,4 +1,5 @@
-"""Puts the operator FewRows into a quantised graph, in place of the nodes of each product.
+"""Puts native operators into a graph: FewRows in place of the nodes of each quantised product, and
+TreeAttention in place of each GroupQueryAttention.
 
 The runtime has no onnx package: this edits the file's messages. Weights stay where they lie, in the
 files beside the graph's, and FewRows reads them as they are.
@@ -20,6 +21,7 @@ _MODEL_GRAPH, _MODEL_OPSETS, _OPSET_DOMAIN, _OPSET_VERSION = 7, 8, 1, 2
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_OUTPUT, _OUTPUT_NAME = 1, 5, 12, 1
 _INPUT, _OUTPUT, _NAME, _OPERATOR, _ATTRIBUTE, _DOMAIN = 1, 2, 3, 4, 5, 7
 _ATTRIBUTE_NAME, _ATTRIBUTE_INT, _ATTRIBUTE_TYPE, _IS_INT = 1, 3, 20, 2
+_ZERO = b"\x15\0\0\0\0\xa0\1\1"  # the number of an attribute that is a float, and its type
 _TENSOR_NAME, _TENSOR_RAW = 8, 9
 # What a row is quantised with: QuantizeLinear's scale and zero point, and the product's scale.
 _STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
@@ -27,18 +29,21 @@ _STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
 
 @dataclass
 class _Node:
-    """One node, and its message. `integers` holds its attributes that are whole numbers."""
+    """One node, and its message. `integers` holds its attributes that are whole numbers, and
+    `attributes` the messages of all."""
 
     message: bytes
     operator: str = ""
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     integers: dict[str, int] = field(default_factory=dict)
+    attributes: dict[str, bytes] = field(default_factory=dict)
 
 
 def with_few_rows(path: Path, has_int8: bool = True) -> bytes | None:
-    """Returns the ONNX file at `path` with FewRows in place of each quantised product that it can
-    compute, or None if there is none. Without `has_int8`, row-wise int8 products stay."""
+    """Returns the ONNX file at `path` with FewRows in place of each quantised product, and
+    TreeAttention in place of each attention, that they can compute, or None if there is none.
+    Without `has_int8`, row-wise int8 products stay."""
     data, parts, graph = path.read_bytes(), [], None
     for number, begin, end, value in Messages(data).fields(0, len(data)):
         if number == _MODEL_GRAPH:
@@ -46,7 +51,7 @@ def with_few_rows(path: Path, has_int8: bool = True) -> bytes | None:
         else:
             is_number = value >= 0
             parts.append(_number(number, value) if is_number else _message(number, data[begin:end]))
-    if graph is None or not graph.replace_products(has_int8):
+    if graph is None or not graph.replace(has_int8):
         return None
     opset = _message(_OPSET_DOMAIN, DOMAIN.encode()) + _number(_OPSET_VERSION, 1)
     return b"".join([*parts, _message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())])
@@ -80,15 +85,15 @@ class _Graph:
         nodes = [_message(_GRAPH_NODE, node.message) for node in self._nodes]
         return b"".join([*nodes, *self._others])
 
-    def replace_products(self, has_int8: bool) -> bool:
-        """Replaces the nodes of all products, and returns whether there was one."""
+    def replace(self, has_int8: bool) -> bool:
+        """Replaces the nodes of all products and attentions, and returns whether there was one."""
         makers = {name: node for node in self._nodes for name in node.outputs if name}
         uses = Counter(name for node in self._nodes for name in node.inputs)
         uses.update(self._outputs)
-        made: dict[str, _Node] = {}  # by the output that is now FewRows'
+        made: dict[str, _Node] = {}  # by the output that is now theirs
         for node in self._nodes:
             product = self._int8(node, makers, uses) if has_int8 else None
-            product = product or _int4(node, makers, uses)
+            product = product or _int4(node, makers, uses) or self._attention(node, makers)
             if product is not None:
                 made[node.outputs[0]] = product
         self._nodes = [made.get(node.outputs[0], node) for node in self._nodes]
@@ -117,6 +122,22 @@ class _Graph:
         ):
             return None
         return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], 0)
+
+    def _attention(self, node: _Node, makers: Mapping[str, _Node]) -> _Node | None:
+        """Returns TreeAttention if `node` is an attention of slots._attend_with_bias in float32."""
+        if node.operator != "com.microsoft.GroupQueryAttention" or node.integers.get("causal") != 0:
+            return None
+        query, _, _, keys, values, _, _, *rotary, bias = node.inputs[:11]
+        bias_of = makers.get(bias)
+        if any(rotary) or bias_of is None or bias_of.operator != "Where":
+            return None
+        if len(self._constants.get(bias_of.inputs[1], b"")) != struct.calcsize("f"):
+            return None
+        zeros = (_message(_ATTRIBUTE_NAME, name) + _ZERO for name in (b"scale", b"softcap"))
+        scale, softcap = map(node.attributes.get, ("scale", "softcap"), zeros)
+        inputs = [query, keys, values, bias, *node.inputs[11:12]]
+        attributes = [node.attributes["num_heads"], scale, softcap]
+        return _native("TreeAttention", inputs, node.outputs[0], attributes)
 
     def _remove_unread(self) -> None:
         """Removes nodes whose outputs nobody reads, from the end on."""
@@ -157,17 +178,20 @@ def _maker(
 
 
 def _few_rows(inputs: list[str], output: str, bits: int) -> _Node:
-    parts = [_message(_INPUT, name.encode()) for name in inputs]
     attribute = _message(_ATTRIBUTE_NAME, b"bits") + _number(_ATTRIBUTE_INT, bits)
-    attribute += _number(_ATTRIBUTE_TYPE, _IS_INT)
+    return _native("FewRows", inputs, output, [attribute + _number(_ATTRIBUTE_TYPE, _IS_INT)])
+
+
+def _native(operator: str, inputs: list[str], output: str, attributes: list[bytes]) -> _Node:
+    parts = [_message(_INPUT, name.encode()) for name in inputs]
     parts += [
         _message(_OUTPUT, output.encode()),
-        _message(_NAME, f"FewRows.{output}".encode()),
-        _message(_OPERATOR, b"FewRows"),
+        _message(_NAME, f"{operator}.{output}".encode()),
+        _message(_OPERATOR, operator.encode()),
         _message(_DOMAIN, DOMAIN.encode()),
-        _message(_ATTRIBUTE, attribute),
+        *(_message(_ATTRIBUTE, attribute) for attribute in attributes),
     ]
-    return _Node(b"".join(parts), f"{DOMAIN}.FewRows", inputs, [output])
+    return _Node(b"".join(parts), f"{DOMAIN}.{operator}", inputs, [output])
 
 
 def _node(message: bytes) -> _Node:
@@ -188,6 +212,7 @@ def _node(message: bytes) -> _Node:
                     name = reader.text(first, last)
                 elif part == _ATTRIBUTE_INT:
                     node.integers[name] = value
+            node.attributes[name] = message[begin:end]
     if domain not in ("", "ai.onnx"):
         node.operator = f"{domain}.{node.operator}"
     return node

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -118,12 +119,17 @@ class Product:
         return y, magnitude
 
 
-def open_session(nodes: list[Any], arrays: dict[str, np.ndarray], threads: int = 1) -> Any:
-    """Returns a session of a graph from x to y."""
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("x", "y"))
+def open_session(
+    nodes: list[Any],
+    arrays: dict[str, np.ndarray],
+    threads: int = 1,
+    inputs: Sequence[str] = ("x",),
+) -> Any:
+    """Returns a session of a graph from `inputs` to y."""
+    *given, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in (*inputs, "y"))
     weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-    graph = helper.make_graph(nodes, "g", [x], [y], weights)
+    graph = helper.make_graph(nodes, "g", given, [y], weights)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
@@ -330,3 +336,122 @@ def test_without_a_compiler_one_line_says_so(
         assert len(caplog.messages) == 1
         assert "\n" not in caplog.messages[0]
         assert caplog.messages[0].startswith("the native operators are not used: ")
+
+
+class Rows:
+    """Random rows of queries, keys and values, which of them attend which, and what they get."""
+
+    def __init__(self, H: int, G: int, D: int, N: int, S: int, seed: int = 0) -> None:
+        draw = np.random.default_rng(seed)
+        self.H, self.G, self.D, self.scale, self.softcap = H, G, D, 0.0, 0.0
+        self.query_NHD = draw.normal(size=(N, H, D)).astype(np.float32)
+        self.cache_GSD = draw.normal(size=(2, G, S, D)).astype(np.float32)
+        self.sees_NS = draw.random((N, S)) < 0.6
+        self.sinks_H: np.ndarray | None = None
+
+    def session(self, threads: int = 1) -> Any:
+        has_sinks = self.sinks_H is not None
+        names = ["q", "k", "v", "bias", *(["sinks"] if has_sinks else [])]
+        attributes = {"num_heads": self.H, "scale": self.scale, "softcap": self.softcap}
+        node = helper.make_node("TreeAttention", names, ["y"], domain=DOMAIN, **attributes)
+        return open_session([node], {}, threads, names)
+
+    def inputs(self, order: np.ndarray, some: slice = slice(None)) -> dict[str, np.ndarray]:
+        """Returns what the operator reads, where rows lie in this order of slots, and a slot after
+        them that nobody sees is not finite."""
+        key, value = np.pad(self.cache_GSD[:, None, :, order], ((0, 0),) * 3 + ((0, 1), (0, 0)))
+        key[..., -1, :], value[..., -1, :] = np.nan, np.inf
+        bias_NS = np.where(self.sees_NS[some, order], np.float32(0), np.float32(-1e9))
+        flat = self.query_NHD[some].reshape(1, -1, self.H * self.D)
+        given = {"q": flat, "k": key, "v": value, "bias": bias_NS[None, None]}
+        return given if self.sinks_H is None else given | {"sinks": self.sinks_H}
+
+    def expected(self) -> np.ndarray:
+        """Returns the mixed values f64[1, N, H * D]."""
+        rep, wide = self.H // self.G, self.cache_GSD.astype(np.float64)
+        key, value = np.repeat(wide, rep, 1)
+        scores = np.einsum("nhd,hsd->hns", self.query_NHD, key) * (self.scale or self.D**-0.5)
+        if self.softcap:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        scores[:, ~self.sees_NS] = -np.inf
+        sinks = -np.inf if self.sinks_H is None else self.sinks_H[:, None, None]
+        top = np.maximum(scores.max(-1, keepdims=True), sinks)
+        weight = np.exp(scores - top)
+        weight /= weight.sum(-1, keepdims=True) + np.exp(sinks - top)
+        return np.einsum("hns,hsd->nhd", weight, value).reshape(1, len(self.query_NHD), -1)
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "D", "N", "S", "kind"),
+    [
+        (9, 3, 64, 3, 70, "plain"),
+        (2, 2, 8, 1, 1, "plain"),
+        (4, 1, 80, 40, 33, "scale"),
+        (4, 2, 128, 5, 300, "softcap"),
+        (4, 2, 24, 5, 40, "sinks"),
+    ],
+)
+def test_attention_is_that_of_exact_arithmetic(
+    instructions: str, H: int, G: int, D: int, N: int, S: int, kind: str
+) -> None:
+    given = Rows(H, G, D, N, S)
+    given.sees_NS[:, 0] = True
+    if kind == "sinks":
+        given.sinks_H = np.linspace(-3, 9, H, dtype=np.float32)
+    elif kind != "plain":
+        setattr(given, kind, 0.3)
+    y = given.session(2).run(None, given.inputs(np.arange(S)))[0]
+    np.testing.assert_allclose(y, given.expected(), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("D", [64, 24])
+def test_attention_of_a_row_depends_on_no_slots_and_no_other_rows(
+    instructions: str, D: int
+) -> None:
+    for seed in range(4):
+        draw, given = np.random.default_rng(seed), Rows(6, 2, D, 9, 90, seed)
+        given.softcap = seed % 2 * 2.0
+        alone, threads = given.session(1), given.session(3)
+        in_order = np.arange(90)
+        expected = np.concatenate(
+            [alone.run(None, given.inputs(in_order, slice(n, n + 1)))[0] for n in range(9)], 1
+        )
+        for first, end in ((0, 9), (2, 5), (8, 9)):
+            mixed = threads.run(None, given.inputs(draw.permutation(90), slice(first, end)))[0]
+            np.testing.assert_array_equal(mixed, expected[:, first:end])
+
+
+def test_attention_keeps_what_is_not_finite_in_its_row(instructions: str) -> None:
+    given = Rows(2, 1, 16, 4, 20)
+    given.sees_NS[:, 3] = [True, False, False, False]
+    given.sees_NS[3] = False
+    opened, order = given.session(), np.arange(20)
+    expected = opened.run(None, given.inputs(order))[0]
+    given.cache_GSD[1, 0, 3, 5] = np.nan
+    given.query_NHD[1] = np.inf
+    y = opened.run(None, given.inputs(order))[0]
+    assert np.isnan(y[0, :2]).all()
+    np.testing.assert_array_equal(y[0, 2], expected[0, 2])
+    np.testing.assert_array_equal(y[0, 3], 0)  # it attends nothing
+    assert opened.run(None, given.inputs(order, slice(0, 0)))[0].shape == (1, 0, 32)
+
+
+def test_attention_of_what_does_not_fit_is_an_error(instructions: str) -> None:
+    given = Rows(4, 2, 8, 3, 10)
+    opened, fitting = given.session(), given.inputs(np.arange(10))
+    for name, wrong, said in (
+        ("q", np.zeros((1, 3, 31)), "values a row 31, expected 32"),
+        ("q", np.zeros((3, 32)), "dimensions 2, expected 3"),
+        ("k", np.zeros((1, 3, 11, 8)), "a size of an input: 2, expected 3"),
+        ("v", np.zeros((1, 2, 12, 8)), "a size of an input: 12, expected 11"),
+        ("bias", np.zeros((1, 1, 2, 10)), "a size of an input: 2, expected 3"),
+        ("bias", np.zeros((1, 1, 3, 12)), "columns of a bias 12, expected 11"),
+    ):
+        with pytest.raises(Exception, match=said):
+            opened.run(None, fitting | {name: wrong.astype(np.float32)})
+    three = {"k": np.zeros((1, 3, 11, 8), np.float32), "v": np.zeros((1, 3, 11, 8), np.float32)}
+    with pytest.raises(Exception, match="heads 4, expected 3"):
+        opened.run(None, fitting | three)
+    given.H = 0
+    with pytest.raises(Exception, match="heads 0"):
+        given.session()

@@ -1,4 +1,4 @@
-// Says what a product of few rows is, to the operator and to each instruction set.
+// Says what the operators compute, to them and to each instruction set.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -25,6 +25,21 @@ typedef struct {
   int64_t scale_at, start_at, sum_at, size;
 } Record;
 
+// Attention of N rows over slots of a cache. `seen` lists the slots that some row attends, and is
+// filled up with the first of them to a multiple of MOST_LANES.
+enum { MOST_LANES = 16 };
+typedef struct {
+  int64_t N, H, G, D, S, W;         // rows, heads, key/value heads, width of a head, slots, a bias's
+  const float *query, *key, *value; // f32[N, H, D], f32[G, S, D], f32[G, S, D]
+  const float *bias;                // f32[N, W]: below MASKED, a row does not attend this slot
+  const float *sinks;               // f32[H] or null
+  float scale, softcap;             // no cap: 0
+  const int32_t *seen;
+  int64_t num_seen;
+  float *norms;  // f32[G, up to num_seen]: squares of the lengths of value rows
+} Attention;
+#define MASKED -1e8f
+
 typedef struct {
   const char *name;
   int64_t columns;  // calls of `multiply` begin best at multiples of it
@@ -33,6 +48,11 @@ typedef struct {
   // Computes columns [first, end) of y f32[rows, N]; returns 0 if there is no memory.
   int (*multiply)(const Product *, const Record *, const uint8_t *records, int64_t rows,
                   float *y, int64_t first, int64_t end);
+  // Writes the norms of head g from place `first` in `seen` to `end`; `attend` then computes
+  // those of y f32[N, H, D] whose heads read key/value head g, from the row and head
+  // `first` of these, n * H / G + h, to `end`. Both return 0 if there is no memory.
+  int (*measure)(const Attention *, int64_t g, int64_t first, int64_t end);
+  int (*attend)(const Attention *, int64_t g, int64_t first, int64_t end, float *y);
 } Instructions;
 
 extern const Instructions portable;

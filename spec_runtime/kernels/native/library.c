@@ -12,7 +12,7 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-extern const OrtCustomOp FEW_ROWS;
+extern const OrtCustomOp FEW_ROWS, TREE_ATTENTION;
 
 #if defined(__x86_64__)
 // Says whether the CPU has these bits of cpuid's leaf 7, and the system keeps these registers.
@@ -70,13 +70,14 @@ EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase
   static OrtCustomOpDomain *domain;  // sessions keep a pointer to it
   static char is_taken;
   OrtApi api = base->GetApi(VERSION);
-  if (!api) return 0;  // an older ONNX Runtime, which then knows no FewRows
+  if (!api) return 0;  // an older ONNX Runtime, which then knows no operator
   OrtStatus *status = 0;
   while (__atomic_test_and_set(&is_taken, __ATOMIC_ACQUIRE)) {
   }
   if (!domain) {
     status = ORT(api, CreateCustomOpDomain)("specsplit", &domain);
     if (!status) status = ORT(api, CustomOpDomainAdd)(domain, &FEW_ROWS);
+    if (!status) status = ORT(api, CustomOpDomainAdd)(domain, &TREE_ATTENTION);
   }
   __atomic_clear(&is_taken, __ATOMIC_RELEASE);
   return status ? status : ORT(api, AddCustomOpDomain)(options, domain);

@@ -37,8 +37,11 @@ ORT_FUNCTION(GetTensorElementType, 60, OrtStatus *, const OrtShape *, int *)
 ORT_FUNCTION(GetDimensionsCount, 61, OrtStatus *, const OrtShape *, size_t *)
 ORT_FUNCTION(GetDimensions, 62, OrtStatus *, const OrtShape *, int64_t *, size_t count)
 ORT_FUNCTION(GetTensorTypeAndShape, 65, OrtStatus *, const OrtValue *, OrtShape **)
+ORT_FUNCTION(KernelInfoGetAttributeFloat, 85, OrtStatus *, const OrtKernelInfo *, const char *,
+             float *)
 ORT_FUNCTION(KernelInfoGetAttributeInt, 86, OrtStatus *, const OrtKernelInfo *, const char *,
              int64_t *)
+ORT_FUNCTION(KernelContextGetInputCount, 88, OrtStatus *, const OrtKernelContext *, size_t *)
 ORT_FUNCTION(KernelContextGetInput, 90, OrtStatus *, const OrtKernelContext *, size_t index,
              const OrtValue **)
 ORT_FUNCTION(KernelContextGetOutput, 91, OrtStatus *, OrtKernelContext *, size_t index,

@@ -1,0 +1,156 @@
+// The operator TreeAttention: attention of rows over slots of a cache, where a row's result does not
+// depend on the slots in which the rows that it attends lie.
+//
+// Inputs: query f32[1, N, H * D]; cache of keys and cache of values f32[1, G, S, D]; a bias
+// f32[1, 1, N, W], W at most S, MASKED or less where a row does not attend a slot; sinks f32[H],
+// which may be missing. Attributes: `num_heads`, `scale` (0: 1 / sqrt(D)), `softcap` (0: none).
+// Output: f32[1, N, H * D].
+#include <math.h>
+#include <stdlib.h>
+
+#include "operator.h"
+
+enum { QUERY, KEY, VALUE, BIAS, SINKS, NUM_INPUTS };
+enum { FEW_SLOTS = 128, FEW_TERMS = 100000, LEAST_TASKS = 8, MOST_QUERIES = 32 };
+
+typedef struct {
+  OrtApi api;
+  const Instructions *instructions;
+  int64_t num_heads;
+  float scale, softcap;
+} Kernel;
+
+static OrtStatus *create_kernel(const OrtCustomOp *op, OrtApi api, const OrtKernelInfo *info,
+                                void **made) {
+  (void)op;
+  Kernel kernel = {.api = api, .instructions = chosen()}, *kept;
+  if (!kernel.instructions)
+    return ORT(api, CreateStatus)(ORT_FAIL, "this CPU has not SPECSPLIT_INSTRUCTIONS");
+  TRY(ORT(api, KernelInfoGetAttributeInt)(info, "num_heads", &kernel.num_heads));
+  if (kernel.num_heads < 1) return refuse(api, "heads", kernel.num_heads, 1);
+  TRY(ORT(api, KernelInfoGetAttributeFloat)(info, "scale", &kernel.scale));
+  TRY(ORT(api, KernelInfoGetAttributeFloat)(info, "softcap", &kernel.softcap));
+  if (!(kept = malloc(sizeof *kept))) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
+  *kept = kernel;
+  *made = kept;
+  return 0;
+}
+
+typedef struct {
+  Attention attention;
+  const Instructions *instructions;
+  float *y;
+  int64_t queries, step, chunks;  // rows and heads that read a key/value head; those of a task; tasks
+  int is_short_of_memory;
+} Call;
+
+static void measure_some(void *data, size_t task) {
+  Call *call = data;
+  Attention *a = &call->attention;
+  int64_t parts = (a->num_seen + FEW_SLOTS - 1) / FEW_SLOTS;
+  int64_t first = task % parts * FEW_SLOTS, end = first + FEW_SLOTS;
+  if (!call->instructions->measure(a, task / parts, first, end < a->num_seen ? end : a->num_seen))
+    __atomic_store_n(&call->is_short_of_memory, 1, __ATOMIC_RELAXED);
+}
+
+static void attend_some(void *data, size_t task) {
+  Call *call = data;
+  int64_t g = task / call->chunks, first = task % call->chunks * call->step;
+  int64_t end = first + call->step < call->queries ? first + call->step : call->queries;
+  if (!call->instructions->attend(&call->attention, g, first, end, call->y))
+    __atomic_store_n(&call->is_short_of_memory, 1, __ATOMIC_RELAXED);
+}
+
+// Reads a tensor of float; its sizes have to be those of `expected` that are not -1.
+static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, size_t dimensions,
+                         const int64_t *expected, int64_t *sizes, const float **data) {
+  const OrtValue *value = 0;
+  size_t count = 0;
+  int type;
+  TRY(ORT(api, KernelContextGetInput)(context, index, &value));
+  TRY(shape_of(api, value, &type, sizes, &count));
+  if (count != dimensions) return refuse(api, "dimensions", count, dimensions);
+  for (size_t i = 0; i < count; i++)
+    if (expected[i] >= 0 && sizes[i] != expected[i])
+      return refuse(api, "a size of an input:", sizes[i], expected[i]);
+  return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
+}
+
+static OrtStatus *compute(void *data, OrtKernelContext *context) {
+  const Kernel *k = data;
+  OrtApi api = k->api;
+  Call call = {.instructions = k->instructions};
+  Attention *a = &call.attention;
+  int64_t query[MOST_SIZES], cache[MOST_SIZES], sizes[MOST_SIZES], H = k->num_heads;
+  size_t inputs;
+  TRY(tensor(api, context, QUERY, 3, (int64_t[]){1, -1, -1}, query, &a->query));
+  TRY(tensor(api, context, KEY, 4, (int64_t[]){1, -1, -1, -1}, cache, &a->key));
+  TRY(tensor(api, context, VALUE, 4, cache, sizes, &a->value));
+  TRY(tensor(api, context, BIAS, 4, (int64_t[]){1, 1, query[1], -1}, sizes, &a->bias));
+  a->N = query[1], a->H = H, a->G = cache[1], a->S = cache[2], a->D = cache[3], a->W = sizes[3];
+  if (a->W > a->S) return refuse(api, "columns of a bias", a->W, a->S);
+  if (a->G < 1 || H % a->G) return refuse(api, "heads", H, a->G);
+  if (query[2] != H * a->D) return refuse(api, "values a row", query[2], H * a->D);
+  TRY(ORT(api, KernelContextGetInputCount)(context, &inputs));
+  if (inputs > SINKS) TRY(tensor(api, context, SINKS, 1, &H, sizes, &a->sinks));
+  a->scale = k->scale != 0 ? k->scale : 1 / sqrtf((float)a->D), a->softcap = k->softcap;
+  OrtValue *y;
+  TRY(ORT(api, KernelContextGetOutput)(context, 0, query, 3, &y));
+  TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
+  if (a->N == 0 || a->D == 0) return 0;
+  int32_t *seen = calloc(a->W + MOST_LANES, sizeof *seen);
+  if (!seen) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
+  for (int64_t n = 0; n < a->N; n++)
+    for (int64_t s = 0; s < a->W; s++) seen[s] |= !(a->bias[n * a->W + s] <= MASKED);
+  for (int64_t s = 0; s < a->W; s++)
+    if (seen[s]) seen[a->num_seen++] = (int32_t)s;
+  for (int64_t i = 0; a->num_seen && i < MOST_LANES; i++) seen[a->num_seen + i] = seen[0];
+  a->seen = seen;
+  call.queries = a->N * H / a->G;
+  call.step = (call.queries * a->G + LEAST_TASKS - 1) / LEAST_TASKS;
+  if (call.step > MOST_QUERIES) call.step = MOST_QUERIES;
+  call.chunks = (call.queries + call.step - 1) / call.step;
+  int is_small = a->N * H * a->D * a->num_seen < FEW_TERMS;
+  int64_t places = (a->num_seen + MOST_LANES - 1) / MOST_LANES * MOST_LANES;
+  a->norms = malloc((a->G * places + 1) * sizeof *a->norms);
+  if (!a->norms) return free(seen), ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
+  OrtStatus *status = run(api, context, measure_some,
+                          (a->num_seen + FEW_SLOTS - 1) / FEW_SLOTS * a->G, is_small, &call);
+  if (!status) status = run(api, context, attend_some, a->G * call.chunks, is_small, &call);
+  free(seen), free(a->norms);
+  if (!status && call.is_short_of_memory)
+    return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
+  return status;
+}
+
+// -------------------------------------------------------------------------- the declaration
+
+static const char *name(const OrtCustomOp *op) { return (void)op, "TreeAttention"; }
+static int float_type(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, FLOAT; }
+static size_t num_inputs(const OrtCustomOp *op) { return (void)op, NUM_INPUTS; }
+static size_t num_outputs(const OrtCustomOp *op) { return (void)op, 1; }
+static int input_kind(const OrtCustomOp *op, size_t i) {
+  return (void)op, i == SINKS ? IS_OPTIONAL : IS_REQUIRED;
+}
+
+const OrtCustomOp TREE_ATTENTION = {
+    .version = VERSION,
+    .GetName = name,
+    .GetProvider = provider,
+    .GetInputType = float_type,
+    .GetInputCount = num_inputs,
+    .GetOutputType = float_type,
+    .GetOutputCount = num_outputs,
+    .DestroyKernel = free,
+    .GetInputKind = input_kind,
+    .GetOutputKind = zero_at,
+    .GetInputMemory = zero_at,
+    .GetVariadicInputLeast = one,
+    .GetVariadicInputIsUniform = one,
+    .GetVariadicOutputLeast = one,
+    .GetVariadicOutputIsUniform = one,
+    .CreateKernelV2 = create_kernel,
+    .ComputeV2 = compute,
+    .GetStartVersion = one,
+    .GetEndVersion = one,
+};
