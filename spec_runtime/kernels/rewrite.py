@@ -93,10 +93,13 @@ class _Graph:
         made: dict[str, _Node] = {}  # by the output that is now theirs
         for node in self._nodes:
             product = self._int8(node, makers, uses) if has_int8 else None
-            product = product or _int4(node, makers, uses) or self._attention(node, makers)
+            product = product or _int4(node, makers, uses) or self._attention(node, makers, uses)
             if product is not None:
                 made[node.outputs[0]] = product
-        self._nodes = [made.get(node.outputs[0], node) for node in self._nodes]
+        taken = {name for node in made.values() for name in node.outputs[1:]}
+        self._nodes = [
+            made.get(node.outputs[0], node) for node in self._nodes if node.outputs[0] not in taken
+        ]
         self._remove_unread()  # also a MatMulNBits that was replaced before the Add of its minima
         return bool(made)
 
@@ -123,8 +126,11 @@ class _Graph:
             return None
         return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], 0)
 
-    def _attention(self, node: _Node, makers: Mapping[str, _Node]) -> _Node | None:
-        """Returns TreeAttention if `node` is an attention of slots._attend_with_bias in float32."""
+    def _attention(
+        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]
+    ) -> _Node | None:
+        """Returns TreeAttention if `node` is an attention of slots._attend_with_bias in float32. It
+        also writes the layer's new rows, unless another layer reads them too."""
         if node.operator != "com.microsoft.GroupQueryAttention" or node.integers.get("causal") != 0:
             return None
         query, _, _, keys, values, _, _, *rotary, bias = node.inputs[:11]
@@ -135,9 +141,16 @@ class _Graph:
             return None
         zeros = (_message(_ATTRIBUTE_NAME, name) + _ZERO for name in (b"scale", b"softcap"))
         scale, softcap = map(node.attributes.get, ("scale", "softcap"), zeros)
-        inputs = [query, keys, values, bias, *node.inputs[11:12]]
+        sinks = node.inputs[11] if len(node.inputs) > 11 else ""
+        inputs, outputs = [query, keys, values, bias, sinks], [node.outputs[0]]
+        writes = [_write(name, makers) for name in (keys, values)]
+        is_own = all(uses[name] == 1 + (name in self._outputs) for name in (keys, values))
+        if is_own and None not in writes:
+            pasts, rows, slots = zip(*(write for write in writes if write), strict=True)
+            inputs = [query, *pasts, bias, sinks, *rows, slots[0]]
+            outputs += [keys, values]
         attributes = [node.attributes["num_heads"], scale, softcap]
-        return _native("TreeAttention", inputs, node.outputs[0], attributes)
+        return _native("TreeAttention", inputs, outputs, attributes)
 
     def _remove_unread(self) -> None:
         """Removes nodes whose outputs nobody reads, from the end on."""
@@ -177,21 +190,37 @@ def _maker(
     return maker if maker is not None and maker.operator == wanted else None
 
 
+def _write(cache: str, makers: Mapping[str, _Node]) -> tuple[str, str, str] | None:
+    """Returns a cache before its rows are written, these rows, and where they go, if slots.write
+    wrote them."""
+    scatter = makers.get(cache)
+    if scatter is None or scatter.operator != "ScatterND":
+        return None
+    past, indices, rows = scatter.inputs
+    column = indices
+    for operator in ("Add", "Mul", "Reshape"):
+        if column not in makers or makers[column].operator != operator:
+            return None
+        column = makers[column].inputs[0]
+    cut = makers.get(rows)
+    return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, column
+
+
 def _few_rows(inputs: list[str], output: str, bits: int) -> _Node:
     attribute = _message(_ATTRIBUTE_NAME, b"bits") + _number(_ATTRIBUTE_INT, bits)
-    return _native("FewRows", inputs, output, [attribute + _number(_ATTRIBUTE_TYPE, _IS_INT)])
+    return _native("FewRows", inputs, [output], [attribute + _number(_ATTRIBUTE_TYPE, _IS_INT)])
 
 
-def _native(operator: str, inputs: list[str], output: str, attributes: list[bytes]) -> _Node:
+def _native(operator: str, inputs: list[str], outputs: list[str], attributes: list[bytes]) -> _Node:
     parts = [_message(_INPUT, name.encode()) for name in inputs]
+    parts += [_message(_OUTPUT, name.encode()) for name in outputs]
     parts += [
-        _message(_OUTPUT, output.encode()),
-        _message(_NAME, f"{operator}.{output}".encode()),
+        _message(_NAME, f"{operator}.{outputs[0]}".encode()),
         _message(_OPERATOR, operator.encode()),
         _message(_DOMAIN, DOMAIN.encode()),
         *(_message(_ATTRIBUTE, attribute) for attribute in attributes),
     ]
-    return _Node(b"".join(parts), f"{DOMAIN}.{operator}", inputs, [output])
+    return _Node(b"".join(parts), f"{DOMAIN}.{operator}", inputs, outputs)
 
 
 def _node(message: bytes) -> _Node:

@@ -124,12 +124,17 @@ def open_session(
     arrays: dict[str, np.ndarray],
     threads: int = 1,
     inputs: Sequence[str] = ("x",),
+    outputs: Sequence[str] = ("y",),
 ) -> Any:
-    """Returns a session of a graph from `inputs` to y."""
-    *given, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in (*inputs, "y"))
+    """Returns a session of a graph from `inputs` to `outputs`."""
+    kinds = {"slots": TensorProto.INT64}
+    given, made = (
+        [helper.make_tensor_value_info(n, kinds.get(n, TensorProto.FLOAT), None) for n in names]
+        for names in (inputs, outputs)
+    )
     weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-    graph = helper.make_graph(nodes, "g", given, [y], weights)
+    graph = helper.make_graph(nodes, "g", given, made, weights)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
@@ -349,12 +354,17 @@ class Rows:
         self.sees_NS = draw.random((N, S)) < 0.6
         self.sinks_H: np.ndarray | None = None
 
-    def session(self, threads: int = 1) -> Any:
+    def session(self, threads: int = 1, writes: bool = False) -> Any:
         has_sinks = self.sinks_H is not None
         names = ["q", "k", "v", "bias", *(["sinks"] if has_sinks else [])]
+        inputs, outputs = names, ["y"]
+        if writes:
+            names = [*names, "new k", "new v", "slots"]
+            inputs = [*names[:4], "sinks" if has_sinks else "", *names[-3:]]
+            outputs += ["k.out", "v.out"]
         attributes = {"num_heads": self.H, "scale": self.scale, "softcap": self.softcap}
-        node = helper.make_node("TreeAttention", names, ["y"], domain=DOMAIN, **attributes)
-        return open_session([node], {}, threads, names)
+        node = helper.make_node("TreeAttention", inputs, outputs, domain=DOMAIN, **attributes)
+        return open_session([node], {}, threads, names, outputs)
 
     def inputs(self, order: np.ndarray, some: slice = slice(None)) -> dict[str, np.ndarray]:
         """Returns what the operator reads, where rows lie in this order of slots, and a slot after
@@ -434,6 +444,46 @@ def test_attention_keeps_what_is_not_finite_in_its_row(instructions: str) -> Non
     np.testing.assert_array_equal(y[0, 2], expected[0, 2])
     np.testing.assert_array_equal(y[0, 3], 0)  # it attends nothing
     assert opened.run(None, given.inputs(order, slice(0, 0)))[0].shape == (1, 0, 32)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_writes_new_rows_to_their_slots(instructions: str, has_sinks: bool) -> None:
+    given = Rows(4, 2, 8, 3, 10)
+    if has_sinks:
+        given.sinks_H = np.ones(4, np.float32)
+    fed, slots = given.inputs(np.arange(10)), np.array([7, 0, 4])
+    expected = given.session().run(None, fed)[0]
+    before = {name: fed[name].copy() for name in "kv"}
+    for name in "kv":
+        before[name][:, :, slots] = -1
+    new = {f"new {n}": fed[n][:, :, slots].transpose(0, 2, 1, 3) for n in "kv"} | {"slots": slots}
+    opened = given.session(writes=True)
+    mixed, *caches = opened.run(None, fed | before | new)
+    np.testing.assert_array_equal(mixed, expected)
+    for name, cache in zip("kv", caches, strict=True):
+        np.testing.assert_array_equal(cache, fed[name])
+        assert (before[name][:, :, slots] == -1).all()
+    bound = opened.io_binding()  # to the memory of the inputs
+    values = {n: ort.OrtValue.ortvalue_from_numpy(before[n]) for n in "kv"}
+    for name, array in (fed | new).items():
+        if name in values:
+            bound.bind_ortvalue_input(name, values[name])
+            bound.bind_ortvalue_output(f"{name}.out", values[name])
+        else:
+            bound.bind_cpu_input(name, np.ascontiguousarray(array))
+    bound.bind_output("y")
+    opened.run_with_iobinding(bound)
+    np.testing.assert_array_equal(bound.get_outputs()[-1].numpy(), expected)
+    for name in "kv":
+        np.testing.assert_array_equal(values[name].numpy(), fed[name])
+    for wrong, said in (
+        ({"slots": np.array([0, 11, 1])}, "a slot 11, expected 10"),
+        ({"slots": np.array([0, -1, 1])}, "a slot -1, expected 10"),
+        ({"slots": np.array([0, 1])}, "a size of an input: 2, expected 3"),
+        ({"new v": np.zeros(47, np.float32)}, "values of new rows 47, expected 48"),
+    ):
+        with pytest.raises(Exception, match=said):
+            opened.run(None, fed | before | new | wrong)
 
 
 def test_attention_of_what_does_not_fit_is_an_error(instructions: str) -> None:

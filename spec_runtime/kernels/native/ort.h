@@ -22,7 +22,7 @@ typedef struct {
 
 enum { VERSION = 17 };
 enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };
-enum { ANY_TYPE = 0, FLOAT = 1, UINT8 = 2, INT8 = 3 };
+enum { ANY_TYPE = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7 };
 enum { IS_REQUIRED = 0, IS_OPTIONAL = 1 };
 
 #define ORT_FUNCTION(name, place, result, ...) \

@@ -1,16 +1,19 @@
-// The operator TreeAttention: attention of rows over slots of a cache, where a row's result does not
-// depend on the slots in which the rows that it attends lie.
+// The operator TreeAttention: writes rows to slots of a cache, and attends to slots. A row's result
+// does not depend on the slots in which the rows that it attends lie.
 //
 // Inputs: query f32[1, N, H * D]; cache of keys and cache of values f32[1, G, S, D]; a bias
 // f32[1, 1, N, W], W at most S, MASKED or less where a row does not attend a slot; sinks f32[H],
-// which may be missing. Attributes: `num_heads`, `scale` (0: 1 / sqrt(D)), `softcap` (0: none).
-// Output: f32[1, N, H * D].
+// which may be missing; new keys and new values, f32 of N * G * D, and their slots i64[N], where
+// these are written. Attributes: `num_heads`, `scale` (0: 1 / sqrt(D)), `softcap` (0: none).
+// Outputs: f32[1, N, H * D]; with new rows, both caches, which are the inputs' memory if that is
+// bound to them.
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "operator.h"
 
-enum { QUERY, KEY, VALUE, BIAS, SINKS, NUM_INPUTS };
+enum { QUERY, KEY, VALUE, BIAS, SINKS, NEW_KEY, NEW_VALUE, SLOTS, NUM_INPUTS, NUM_OUTPUTS = 3 };
 enum { FEW_SLOTS = 128, FEW_TERMS = 100000, LEAST_TASKS = 8, MOST_QUERIES = 32 };
 
 typedef struct {
@@ -76,6 +79,35 @@ static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, si
   return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
 }
 
+// Writes new rows to their slots of a cache, which becomes an output.
+static OrtStatus *write_rows(OrtApi api, OrtKernelContext *context, const Attention *a, size_t index,
+                             const int64_t *shape, const float **cache) {
+  const OrtValue *value = 0;
+  OrtValue *output;
+  int64_t sizes[MOST_SIZES], got = 1;
+  size_t count;
+  int type;
+  const float *rows, *slots;
+  float *to;
+  TRY(tensor(api, context, SLOTS, 1, &a->N, sizes, &slots));
+  TRY(ORT(api, KernelContextGetInput)(context, NEW_KEY + index, &value));
+  TRY(shape_of(api, value, &type, sizes, &count));
+  for (size_t i = 0; i < count; i++) got *= sizes[i];
+  if (got != a->N * a->G * a->D) return refuse(api, "values of new rows", got, a->N * a->G * a->D);
+  TRY(ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)&rows));
+  TRY(ORT(api, KernelContextGetOutput)(context, 1 + index, shape, 4, &output));
+  TRY(ORT(api, GetTensorMutableData)(output, (void **)&to));
+  if (to != *cache) memmove(to, *cache, a->G * a->S * a->D * sizeof *to);
+  *cache = to;
+  for (int64_t n = 0; n < a->N; n++) {
+    int64_t slot = ((const int64_t *)slots)[n];
+    if (slot < 0 || slot >= a->S) return refuse(api, "a slot", slot, a->S - 1);
+    for (int64_t g = 0; g < a->G; g++, rows += a->D)
+      memcpy(to + (g * a->S + slot) * a->D, rows, a->D * sizeof *to);
+  }
+  return 0;
+}
+
 static OrtStatus *compute(void *data, OrtKernelContext *context) {
   const Kernel *k = data;
   OrtApi api = k->api;
@@ -92,7 +124,13 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   if (a->G < 1 || H % a->G) return refuse(api, "heads", H, a->G);
   if (query[2] != H * a->D) return refuse(api, "values a row", query[2], H * a->D);
   TRY(ORT(api, KernelContextGetInputCount)(context, &inputs));
-  if (inputs > SINKS) TRY(tensor(api, context, SINKS, 1, &H, sizes, &a->sinks));
+  const OrtValue *sinks = 0;
+  if (inputs > SINKS) TRY(ORT(api, KernelContextGetInput)(context, SINKS, &sinks));
+  if (sinks) TRY(tensor(api, context, SINKS, 1, &H, sizes, &a->sinks));
+  if (inputs > SLOTS) {
+    TRY(write_rows(api, context, a, 0, cache, &a->key));
+    TRY(write_rows(api, context, a, 1, cache, &a->value));
+  }
   a->scale = k->scale != 0 ? k->scale : 1 / sqrtf((float)a->D), a->softcap = k->softcap;
   OrtValue *y;
   TRY(ORT(api, KernelContextGetOutput)(context, 0, query, 3, &y));
@@ -126,24 +164,27 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
 // -------------------------------------------------------------------------- the declaration
 
 static const char *name(const OrtCustomOp *op) { return (void)op, "TreeAttention"; }
-static int float_type(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, FLOAT; }
+static int type_of(const OrtCustomOp *op, size_t i) { return (void)op, i == SLOTS ? INT64 : FLOAT; }
 static size_t num_inputs(const OrtCustomOp *op) { return (void)op, NUM_INPUTS; }
-static size_t num_outputs(const OrtCustomOp *op) { return (void)op, 1; }
+static size_t num_outputs(const OrtCustomOp *op) { return (void)op, NUM_OUTPUTS; }
 static int input_kind(const OrtCustomOp *op, size_t i) {
-  return (void)op, i == SINKS ? IS_OPTIONAL : IS_REQUIRED;
+  return (void)op, i >= SINKS ? IS_OPTIONAL : IS_REQUIRED;
+}
+static int output_kind(const OrtCustomOp *op, size_t i) {
+  return (void)op, i ? IS_OPTIONAL : IS_REQUIRED;
 }
 
 const OrtCustomOp TREE_ATTENTION = {
     .version = VERSION,
     .GetName = name,
     .GetProvider = provider,
-    .GetInputType = float_type,
+    .GetInputType = type_of,
     .GetInputCount = num_inputs,
-    .GetOutputType = float_type,
+    .GetOutputType = type_of,
     .GetOutputCount = num_outputs,
     .DestroyKernel = free,
     .GetInputKind = input_kind,
-    .GetOutputKind = zero_at,
+    .GetOutputKind = output_kind,
     .GetInputMemory = zero_at,
     .GetVariadicInputLeast = one,
     .GetVariadicInputIsUniform = one,
