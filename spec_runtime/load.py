@@ -176,6 +176,7 @@ def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
         max_length=info.max_length,
         feature_widths=bundles.feature_widths(graph),
         precision=info.precision,
+        has_exact_rows=info.precision == "fp32" or getattr(backend, "has_exact_rows", False),
         strict_gap=STRICT_GAPS[info.precision] if options.strict else None,
         sampling=backends.open_sampling(bundle, backend, options),
     )

@@ -178,7 +178,9 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
                 # With VNNI, ONNX Runtime's int8 products are as quick, and as exact.
                 model = with_few_rows(path, kernels == ALL or saturates())
                 if model is not None:
-                    return _open(path, options, model=model)
+                    session = _open(path, options, model=model.data)
+                    session.has_exact_rows = model.has_exact_rows
+                    return session
             except Exception as error:  # ONNX Runtime's own kinds
                 log.warning("%s runs without native operators: %s", path.name, brief(error))
         if not options.hashes:

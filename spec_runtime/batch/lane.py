@@ -78,11 +78,11 @@ class Lane:
     def cuts_trees(self) -> bool:
         """Says whether no token depends on how large the trees are.
 
-        Below fp32 rows in other places round noticeably otherwise, and a seed promises the same
-        tokens again.
+        Where rows are not exact, those in other places round noticeably otherwise, and a seed
+        promises the same tokens again.
         """
-        params, is_fp32 = self.call.params, self.decoding.target.precision == "fp32"
-        return params.rule not in TREE_RULES and (params.seed is None or is_fp32)
+        params, is_exact = self.call.params, self.decoding.target.has_exact_rows
+        return params.rule not in TREE_RULES and (params.seed is None or is_exact)
 
     def num_common(self, prompt: list[int]) -> int:
         """Returns how many tokens at the beginning of the prompt this lane has rows of."""

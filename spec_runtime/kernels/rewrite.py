@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from spec_runtime.bundle.onnx_file import Messages
 
@@ -27,6 +28,20 @@ _TENSOR_NAME, _TENSOR_RAW = 8, 9
 _STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
 
 
+# Products and attention whose results for a row depend on the other rows of a pass, or on slots.
+_INEXACT = {"MatMul", "Gemm", "Attention", "Conv"} | {
+    f"com.microsoft.{name}" for name in ("GroupQueryAttention", "MatMulNBits", "MoE", "QMoE")
+}
+
+
+class NativeModel(NamedTuple):
+    """An ONNX file with native operators, and whether the results for a row depend on neither the
+    other rows of a pass nor the slots of what it attends."""
+
+    data: bytes
+    has_exact_rows: bool
+
+
 @dataclass
 class _Node:
     """One node, and its message. `integers` holds its attributes that are whole numbers, and
@@ -40,7 +55,7 @@ class _Node:
     attributes: dict[str, bytes] = field(default_factory=dict)
 
 
-def with_few_rows(path: Path, has_int8: bool = True) -> bytes | None:
+def with_few_rows(path: Path, has_int8: bool = True) -> NativeModel | None:
     """Returns the ONNX file at `path` with FewRows in place of each quantised product, and
     TreeAttention in place of each attention, that they can compute, or None if there is none.
     Without `has_int8`, row-wise int8 products stay."""
@@ -54,7 +69,8 @@ def with_few_rows(path: Path, has_int8: bool = True) -> bytes | None:
     if graph is None or not graph.replace(has_int8):
         return None
     opset = _message(_OPSET_DOMAIN, DOMAIN.encode()) + _number(_OPSET_VERSION, 1)
-    return b"".join([*parts, _message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())])
+    parts += [_message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())]
+    return NativeModel(b"".join(parts), graph.has_exact_rows)
 
 
 class _Graph:
@@ -84,6 +100,10 @@ class _Graph:
         """Returns the graph's message."""
         nodes = [_message(_GRAPH_NODE, node.message) for node in self._nodes]
         return b"".join([*nodes, *self._others])
+
+    @property
+    def has_exact_rows(self) -> bool:
+        return not any(node.operator in _INEXACT for node in self._nodes)
 
     def replace(self, has_int8: bool) -> bool:
         """Replaces the nodes of all products and attentions, and returns whether there was one."""

@@ -91,10 +91,10 @@ class Conversations:
     def may_reuse(self, call: Call) -> bool:
         """Says whether a call may begin with rows of earlier ones.
 
-        A row depends a little on which others were computed with it. In fp32 these are some last
-        bits. Below, rounding enlarges them so far that a seed would not give the same tokens again.
+        Where rows are not exact, they depend on which others were computed with them, and a seed
+        would not give the same tokens again.
         """
-        return call.reuse and (call.params.seed is None or self._target.precision == "fp32")
+        return call.reuse and (call.params.seed is None or self._target.has_exact_rows)
 
     def add(self, step: Step) -> None:
         """Takes in what a step committed."""

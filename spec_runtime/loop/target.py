@@ -165,8 +165,9 @@ class Target:
 
     A thread that runs the target holds its `lock`, or has it `alone`. `rows_of` is the holder whose
     generation wrote the rows, None if no later generation may rely on them. `precision`
-    is that of the weights and products. `sampling` finds the largest logits on a device; without it
-    whole rows are fetched to draw from.
+    is that of the weights and products; `has_exact_rows` says that a row depends on the others of
+    its pass and on its slots in no more than fp32's last bits. `sampling` finds the largest logits
+    on a device; without it whole rows are fetched to draw from.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Target:
         max_length: int,
         feature_widths: Mapping[str, int] | None = None,
         precision: str = "fp32",
+        has_exact_rows: bool = True,
         strict_gap: float | None = None,
         sampling: RowsReader | None = None,
     ) -> None:
@@ -188,6 +190,7 @@ class Target:
         # The largest tree; a strict target keeps one slot for the row that is redone.
         self.max_nodes = cache.capacity - max_length - (strict_gap is not None)
         self.precision = precision
+        self.has_exact_rows = has_exact_rows
         self.strict_gap = strict_gap
         self.num_judged = self.num_redone = 0
         self.redo_seconds = 0.0

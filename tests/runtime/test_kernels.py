@@ -22,7 +22,7 @@ from spec_export.graphs.four_bits import pack_zero_points
 from spec_runtime.backends import session
 from spec_runtime.errors import UserError
 from spec_runtime.kernels import library as kernels
-from spec_runtime.kernels.rewrite import DOMAIN, with_few_rows
+from spec_runtime.kernels.rewrite import DOMAIN, NativeModel, with_few_rows
 
 SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 FORMS = ("minima", "zero points", "8 bits", "whole")
@@ -271,8 +271,10 @@ def test_a_quantised_graph_computes_the_same_with_the_operator(
 ) -> None:
     path, x = tmp_path / "graph.onnx", rows(6, 128)
     onnx.save(_quantised(precision, with_minima), path)
-    data = with_few_rows(path)
-    assert data is not None
+    model = with_few_rows(path)
+    assert model is not None
+    data, has_exact_rows = model
+    assert has_exact_rows
     assert [node.op_type for node in onnx.load_from_string(data).graph.node] == ["FewRows"] * 2
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(kernels.library()))
@@ -307,7 +309,7 @@ def test_a_session_has_the_operator_where_it_is_asked_for(
         y = run(session._open_shared(path, session.SessionOptions(1)), x)
         assert [call.args[1] for call in made.call_args_list] == asked
         assert y.shape == (3, 128)
-    monkeypatch.setattr(session, "with_few_rows", lambda *_: b"no model")
+    monkeypatch.setattr(session, "with_few_rows", lambda *_: NativeModel(b"no model", True))
     onnx.save(_quantised("int4", False), tmp_path / "other.onnx")
     with caplog.at_level(logging.WARNING):
         other = session._open_shared(tmp_path / "other.onnx", session.SessionOptions(1))

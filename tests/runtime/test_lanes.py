@@ -82,22 +82,22 @@ def test_rules_that_accept_by_the_tree_have_whole_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "options", "are_cut"),
+    ("is_exact", "options", "are_cut"),
     [
-        ("fp32", {}, True),
-        ("fp32", {"temperature": 0.8, "seed": 1}, True),
-        ("int8", {"temperature": 0.8}, True),
-        ("int8", {"temperature": 0.8, "seed": 1}, False),
-        ("fp32", {"temperature": 0.8, "acceptance": "rejection"}, False),
-        ("fp32", {"temperature": 0.8, "acceptance": "typical"}, False),
-        ("fp32", {"acceptance": "typical"}, True),  # which is greedy
+        (True, {}, True),
+        (True, {"temperature": 0.8, "seed": 1}, True),
+        (False, {"temperature": 0.8}, True),
+        (False, {"temperature": 0.8, "seed": 1}, False),
+        (True, {"temperature": 0.8, "acceptance": "rejection"}, False),
+        (True, {"temperature": 0.8, "acceptance": "typical"}, False),
+        (True, {"acceptance": "typical"}, True),  # which is greedy
     ],
 )
 def test_trees_stay_whole_where_tokens_may_depend_on_their_size(
-    precision: str, options: dict[str, Any], are_cut: bool
+    is_exact: bool, options: dict[str, Any], are_cut: bool
 ) -> None:
     engine = toy_engine("prompt_lookup")
-    engine.target.precision = precision
+    engine.target.has_exact_rows = is_exact
     batch = Batch(engine, 2)
     batch.begin(batch._lanes[0], None, engine.prepare(PROMPTS[0], **options))
     batch.turn()
@@ -527,12 +527,12 @@ def test_a_call_begins_with_what_other_lanes_drafts_have_won() -> None:
 
 
 def test_a_request_whose_tokens_depend_on_its_trees_is_paced_by_itself() -> None:
-    """Below fp32 a seed promises the same tokens, and so the same trees, whoever is beside."""
+    """Where rows are not exact, a seed promises the same tokens by the same trees."""
     engine = toy_engine("prompt_lookup")
     batch = Batch(engine, 2)
     options: Any = ({"temperature": 0.8, "seed": 1}, {})
     for lane in batch._lanes:
-        lane.engine.target.precision = "int8"
+        lane.engine.target.has_exact_rows = False
     judged: list[bool] = []
     batch._pace.judge = lambda pacer, *step: judged.append(pacer.is_shared)  # type: ignore[method-assign]
     calls = [engine.prepare(PROMPTS[n], max_new_tokens=40, **options[n]) for n in (0, 1)]

@@ -58,6 +58,7 @@ class CpuBackend(OrtBackend, RowBackend):
         self.copies = Copies()
         options = SessionOptions(threads or default_threads(), hashes=hashes or {})
         self.session = open_session(path, graph, options)
+        self.has_exact_rows = getattr(self.session, "has_exact_rows", False)
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
