@@ -6,6 +6,7 @@ Each test runs on every instruction set that this CPU has, and names the others 
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from spec_export.graphs.four_bits import pack_zero_points
 from spec_runtime.backends import session
 from spec_runtime.errors import UserError
+from spec_runtime.kernels import compiling
 from spec_runtime.kernels import library as kernels
 from spec_runtime.kernels.rewrite import DOMAIN, with_few_rows
 
@@ -302,9 +304,20 @@ def test_a_session_has_the_operator_where_it_is_asked_for(
         other = session._open_shared(tmp_path / "other.onnx", session.SessionOptions(1))
     assert run(other, x).shape == (3, 128)
     assert ["runs without native operators" in message for message in caplog.messages] == [True]
-    monkeypatch.setenv(kernels.WANTED, "yes")
-    with pytest.raises(UserError, match="got SPECSPLIT_KERNELS='yes', expected 0, 1 or all"):
-        session._open_shared(path, session.SessionOptions(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(kernels.WANTED, "expected 0, 1 or all"), (kernels.INSTRUCTIONS, "expected .*portable on")],
+)
+def test_bad_values_of_the_environment_are_one_line(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels.library() is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(UserError, match=f"^got {name}='yes', {said}"):
+        session.open_session(tmp_path / "no.onnx", Mock(), session.SessionOptions(1))
 
 
 def test_a_graph_without_products_stays_as_it_is(tmp_path: Path) -> None:
@@ -314,11 +327,60 @@ def test_a_graph_without_products_stays_as_it_is(tmp_path: Path) -> None:
     assert with_few_rows(tmp_path / "graph.onnx") is None
 
 
-def test_without_a_compiler_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a copy of the sources that is taken for them, with an empty cache folder."""
+    folder = tmp_path / "native"
+    shutil.copytree(compiling.SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels, "NAME", "not-there.so")  # nor installed
+    for module in (compiling, kernels):
+        monkeypatch.setattr(module, "SOURCES", folder)
+    return folder
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_library_is_built_once_for_its_sources(
+    is_writable: bool, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = kernels.library()
+    if here is None:
+        pytest.skip("no C compiler here")
+    find = kernels.library.__wrapped__
+    monkeypatch.setattr(kernels.os, "access", lambda *_: is_writable)
+    build = Mock(side_effect=lambda target: shutil.copy(here, target))
+    monkeypatch.setattr(kernels, "build", build)
+    place = sources if is_writable else tmp_path / "specsplit" / "kernels"
+    place.mkdir(parents=True, exist_ok=True)
+    first = find()
+    assert (first.parent, find(), build.call_count) == (place, first, 1)
+    (sources / "loops.h").write_text("other")
+    assert find() not in (first, None)
+    assert build.call_count == 2
+
+
+def test_installations_ask_for_a_compiler_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(kernels.WANTED, raising=False)
+    monkeypatch.setattr(compiling.sys, "platform", "linux")
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: name == "ziglang")
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: f"/{name}")
+    assert (compiling.required(), compiling.compiler()) == ([], ["/cc"])
+    assert not compiling.is_portable()
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    assert len(compiling.required()) == 1
+    assert compiling.compiler()[1:] == ["-m", "ziglang", "cc", "-target", "aarch64-linux-gnu.2.17"]
+    assert compiling.is_portable()
+    monkeypatch.setenv(kernels.WANTED, "0")  # neither asked for nor built
+    assert compiling.required() == []
+    with pytest.raises(OSError, match="SPECSPLIT_KERNELS is 0"):
+        compiling.compiler()
+
+
+def test_without_a_compiler_one_line_says_so(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for error in (
         OSError("there is no C compiler"),
         subprocess.CalledProcessError(1, "cc", stderr="no\nheader"),
