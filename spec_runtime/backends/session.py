@@ -177,8 +177,10 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
     def open_new() -> Any:
         if native is not None:
             try:
-                # With VNNI, ONNX Runtime's int8 products are as quick, and as exact.
-                model = with_few_rows(path, kernels == ALL or saturates())
+                # With VNNI, ONNX Runtime's int8 products are as quick, and as exact; their weights
+                # would have to be packed into files.
+                has_int8 = kernels == ALL or saturates() or bool(options.hashes)
+                model = with_few_rows(path, has_int8)
                 if model is not None:
                     return _open(path, options, model=model)
             except Exception as error:  # ONNX Runtime's own kinds

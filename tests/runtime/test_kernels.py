@@ -285,17 +285,20 @@ def test_a_session_has_the_operator_where_it_is_asked_for(
     monkeypatch.setattr(session, "with_few_rows", made)
     monkeypatch.setattr(session, "saturates", lambda: False)
     x = rows(3, 128)
-    for value, precision, asked in (
-        ("0", "int4", []),
-        ("1", "int4", [False]),
-        ("all", "int8", [True]),
-        ("1", "int8", [False]),  # where ONNX Runtime's own are as quick
+    monkeypatch.setattr(session, "packed_file", Mock(side_effect=AssertionError))
+    for value, precision, is_mapped, asked in (
+        ("0", "int4", False, []),
+        ("", "int4", False, [False]),
+        ("all", "int8", False, [True]),
+        ("1", "int8", False, [False]),  # where ONNX Runtime's own are as quick
+        ("1", "int8", True, [True]),  # but would have to be packed into files
     ):
-        path = tmp_path / f"{precision}-{value}.onnx"
+        path = tmp_path / f"{precision}-{value}-{is_mapped}.onnx"
         onnx.save(_quantised(precision, True), path)
         monkeypatch.setenv(kernels.WANTED, value)
         made.reset_mock()
-        y = run(session._open_shared(path, session.SessionOptions(1)), x)
+        hashes = {path: "any"} if is_mapped else {}
+        y = run(session._open_shared(path, session.SessionOptions(1, hashes=hashes)), x)
         assert [call.args[1] for call in made.call_args_list] == asked
         assert y.shape == (3, 128)
     monkeypatch.setattr(session, "with_few_rows", lambda *_: b"no model")
@@ -315,6 +318,7 @@ def test_bad_values_of_the_environment_are_one_line(
 ) -> None:
     if kernels.library() is None:
         pytest.skip("no C compiler here")
+    monkeypatch.delenv(kernels.WANTED, raising=False)
     monkeypatch.setenv(name, "yes")
     with pytest.raises(UserError, match=f"^got {name}='yes', {said}"):
         session.open_session(tmp_path / "no.onnx", Mock(), session.SessionOptions(1))
