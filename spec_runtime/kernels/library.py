@@ -18,7 +18,7 @@ from pathlib import Path
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.mapping import brief
-from spec_runtime.kernels.compiling import OFF, SOURCES, WANTED, build, file_name
+from spec_runtime.kernels.compiling import OFF, SOURCES, WANTED, build, compiler, file_name
 
 INSTRUCTIONS = "SPECSPLIT_INSTRUCTIONS"  # the environment's choice in place of the best set
 # Values of WANTED beside OFF: products that gain by it have operators, or also those that do not.
@@ -57,6 +57,7 @@ def library() -> Path | None:
         if not made.is_file() and not os.access(SOURCES, os.W_OK):
             made = cache_folder() / "kernels" / made.name
         if not made.is_file():
+            compiler()  # or nothing is said of compiling
             log.info("compiling the native operators, once on this machine")
             build(made)
         instruction_sets(made)  # it can be loaded
