@@ -13,3 +13,6 @@ COMPILING = runpy.run_path(str(Path(__file__).parent / "spec_runtime/kernels/com
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     required = build_meta.get_requires_for_build_wheel(config_settings)
     return [*required, *COMPILING["required"]()]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel

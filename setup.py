@@ -12,16 +12,18 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 COMPILING = runpy.run_path(str(Path(__file__).parent / "spec_runtime/kernels/compiling.py"))
-PLACE = Path("spec_runtime/kernels/native") / COMPILING["NAME"]
+FOLDER = Path("spec_runtime/kernels/native")
+PLACE = FOLDER / COMPILING["file_name"]()
 
 
 class BuildWithOperators(build_py):
     def run(self) -> None:
         super().run()
-        if self.editable_mode:  # runs from the sources, and compiles at the first use
-            return
+        root = Path(__file__).parent if self.editable_mode else Path(self.build_lib)
+        for old in (root / FOLDER).glob("*.so"):  # of an earlier build
+            old.unlink()
         try:
-            COMPILING["build"](Path(self.build_lib) / PLACE)
+            COMPILING["build"](root / PLACE)
         except (OSError, subprocess.SubprocessError) as error:
             print(f"the native operators are not built: {error}")
 

@@ -16,6 +16,7 @@ from spec_export import cli as export_cli
 from spec_runtime import Engine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.errors import UserError
+from spec_runtime.kernels.library import instructions
 from spec_runtime.load import LoadOptions
 from spec_runtime.loop import answering, generate
 from spec_runtime.loop.proposer import OpenedDrafter
@@ -87,7 +88,9 @@ def test_generate_streams_text_and_ends_with_a_summary(
     code, out, err = run("generate", PROMPT, "--bundle", folder, "--max-new-tokens", 20)
     expected = toy_engine("none").generate(PROMPT, max_new_tokens=20)
     assert (code, out) == (0, expected.text + "\n")
-    assert re.fullmatch(r"20 tokens, .* tokens/s, accepted length .*, finished by length\n", err)
+    native = f" with {name}" if (name := instructions()) else ""
+    ends = f"threads?{native}, finished by length\n"
+    assert re.fullmatch(rf"20 tokens, .* tokens/s, accepted length .* {ends}", err)
     assert [engine.drafter for engine in engines] == ["prompt_lookup"]
 
 

@@ -102,7 +102,7 @@ def test_what_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert about["bundle"]["source"] == "demo"
     assert "Q4_1 GGUF" in about["bundle"]["weights"]
-    assert {"python", "numpy"} <= set(about["versions"])
+    assert {"python", "numpy", "native operators"} <= set(about["versions"])
     assert provenance.collect(prompts_file=prompts)["prompts"]["ids"] == [1, 2, 3]
     assert provenance.collect()["prompts"] is None
 

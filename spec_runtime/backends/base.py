@@ -170,7 +170,7 @@ class Runtime(Checked):
     ] = True
     map_weights: Annotated[
         bool,
-        Option("Processes share weights, which takes twice the bundle's room in the cache folder"),
+        Option("Processes share weights; fp32 takes twice the bundle's room in the cache folder"),
     ] = False
 
     def __post_init__(self) -> None:

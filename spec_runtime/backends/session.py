@@ -30,7 +30,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
-from spec_runtime.kernels.library import ALL, OFF, instructions, library, wanted
+from spec_runtime.kernels.library import ALL, instructions, library, wanted
 from spec_runtime.kernels.rewrite import with_few_rows
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
@@ -138,9 +138,11 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
 def prepare(device: str) -> None:
     """Makes ONNX Runtime ready for sessions and values on the device.
 
-    Raises UserError if this ONNX Runtime is not for the device, or a library or
-    the GPU is missing.
+    Raises UserError if this ONNX Runtime is not for the device, a library or
+    the GPU is missing, or the environment asks for native operators that are not here.
     """
+    if device == "cpu":
+        instructions()
     if PROVIDERS[device] not in ort.get_available_providers():
         raise UserError(
             f"onnxruntime {ort.__version__} here has no {PROVIDERS[device]}: put onnxruntime-gpu "
@@ -170,13 +172,15 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
     if options.device != "cpu" or options.weights or options.settings:
         return _open(path, options)
 
-    kernels = wanted()
+    kernels, native = wanted(), instructions()
 
     def open_new() -> Any:
-        if kernels != OFF and library():
+        if native is not None:
             try:
-                # With VNNI, ONNX Runtime's int8 products are as quick, and as exact.
-                model = with_few_rows(path, kernels == ALL or saturates())
+                # With VNNI, ONNX Runtime's int8 products are as quick, and as exact; their weights
+                # would have to be packed into files.
+                has_int8 = kernels == ALL or saturates() or bool(options.hashes)
+                model = with_few_rows(path, has_int8)
                 if model is not None:
                     session = _open(path, options, model=model.data)
                     session.has_exact_rows = model.has_exact_rows
@@ -196,9 +200,8 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
             log.warning("%s is ignored: %s; remove its folder", packed, brief(error))
             return _open(path, options)
 
-    return shared_session(
-        path, (options.threads, bool(options.hashes), kernels, instructions()), open_new
-    )
+    settings = (options.threads, bool(options.hashes), kernels, native)
+    return shared_session(path, settings, open_new)
 
 
 def _write_packed(path: Path, folder: Path) -> None:

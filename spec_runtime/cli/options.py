@@ -152,7 +152,10 @@ def counted_threads(threads: int | None) -> str:
 
 def summary_line(result: "GenerationResult", loading: dict[str, Any] | None = None) -> str:
     """Returns one line that says how much was generated, how fast, and why it ended; also by how
-    many threads, if the options of `load` are given and they are those of a CPU."""
+    many threads and which native operators, if the options of `load` are given and they are those
+    of a CPU."""
+    from spec_runtime.kernels.library import instructions
+
     stats = result.stats
     caveat = "" if result.preserves_distribution else "; not the target's distribution"
     pauses = ""  # where drafts found or won little
@@ -160,7 +163,8 @@ def summary_line(result: "GenerationResult", loading: dict[str, Any] | None = No
         pauses = f" (drafts in {stats.drafted_steps} of {stats.steps} steps)"
     threads = ""
     if loading is not None and loading["backend"] == "onnxruntime":
-        threads = f"{counted_threads(loading['threads'])}, "
+        native = f" with {name}" if (name := instructions()) else ""
+        threads = f"{counted_threads(loading['threads'])}{native}, "
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"accepted length {stats.accepted_length:.2f}{pauses}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
@@ -12,11 +13,19 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-NAME = "specsplit-kernels.so"
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared"]
-FLAGS += ["-fvisibility=hidden"]
+FLAGS += ["-fvisibility=hidden", "-g0"]
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_SECONDS = 300.0
+# The environment variable that says which graphs have native operators; also read by installations.
+WANTED, OFF = "SPECSPLIT_KERNELS", "0"
+
+
+def file_name() -> str:
+    """Returns the library's file name, which has the hash of all that it is made from."""
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]")))
+    digest = hashlib.sha256(sources + " ".join(FLAGS).encode()).hexdigest()[:16]
+    return f"specsplit-{digest}-{platform.machine()}.so"
 
 
 def build(target: Path) -> None:
@@ -26,7 +35,7 @@ def build(target: Path) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / NAME
+        made = Path(folder) / target.name
         sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
         command = [*compiler(), *FLAGS, "-o", str(made), *sources]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
@@ -34,7 +43,10 @@ def build(target: Path) -> None:
 
 
 def compiler() -> list[str]:
-    """Returns the command of a C compiler. Raises OSError if this machine has none."""
+    """Returns the command of a C compiler. Raises OSError if this machine has none, or nobody wants
+    the library."""
+    if os.environ.get(WANTED) == OFF:
+        raise OSError(f"{WANTED} is {OFF}")
     if sys.platform == "win32":
         raise OSError("they are not built on Windows")
     for name in COMPILERS:
@@ -43,7 +55,7 @@ def compiler() -> list[str]:
     if importlib.util.find_spec("ziglang"):
         oldest = ["-target", f"{platform.machine()}-linux-gnu.2.17"]
         return [sys.executable, "-m", "ziglang", "cc", *(oldest if sys.platform == "linux" else [])]
-    raise OSError("there is no C compiler; install one, or pip install ziglang")
+    raise OSError(f"there is no C compiler: install one or ziglang, or set {WANTED}={OFF}")
 
 
 def is_portable() -> bool:
@@ -55,4 +67,5 @@ def required() -> list[str]:
     """Returns the packages that a build here needs for `compiler` to find one."""
     machines = {"linux": ("x86_64", "aarch64"), "darwin": ("x86_64", "arm64")}
     is_served = platform.machine() in machines.get(sys.platform, ())
+    is_served = is_served and os.environ.get(WANTED) != OFF
     return ["ziglang>=0.14"] if is_served and not any(map(shutil.which, COMPILERS)) else []

@@ -1,17 +1,16 @@
 """Finds the native library of ONNX Runtime operators, and builds it where there is none yet.
 
-The library is C without dependencies, see native/library.c. It is taken from beside its sources,
-where an installation may have put it, else from the cache folder, where the first use builds it
-with the compiler of this machine or of the package ziglang. Without it, the graphs run as they are.
+The library is C without dependencies, see native/library.c. An installation puts it beside its
+sources. Else the first use builds it with the compiler of this machine or of the package ziglang:
+there, or in the cache folder where only others may write. Its name has its sources' hash, so that
+none of other sources is ever taken. Without it, the graphs run as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import platform
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -19,47 +18,54 @@ from pathlib import Path
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.mapping import brief
-from spec_runtime.kernels.compiling import FLAGS, NAME, SOURCES, build
+from spec_runtime.kernels.compiling import OFF, SOURCES, WANTED, build, compiler, file_name
 
-# Environment variables: which products run by the library, and the instruction set in place of the
-# best one.
-WANTED, INSTRUCTIONS = "SPECSPLIT_KERNELS", "SPECSPLIT_INSTRUCTIONS"
-OFF, ON, ALL = "0", "1", "all"  # none; those that gain by it; also those that do not
+INSTRUCTIONS = "SPECSPLIT_INSTRUCTIONS"  # the environment's choice in place of the best set
+# Values of WANTED beside OFF: products that gain by it have operators, or also those that do not.
+ON, ALL = "1", "all"
 
 log = logging.getLogger("spec_runtime")
 
 
 def wanted() -> str:
     """Returns which products shall run by the library: OFF, ON or ALL."""
-    value = os.environ.get(WANTED) or OFF
+    value = os.environ.get(WANTED) or ON
     if value not in (OFF, ON, ALL):
         raise UserError(f"got {WANTED}={value!r:.40}, expected {OFF}, {ON} or {ALL}")
     return value
 
 
 def instructions() -> str | None:
-    """Returns the name of the instruction set that is asked for, None for the best one."""
-    return os.environ.get(INSTRUCTIONS)
+    """Returns the name of the instruction set that native operators use here, None without them."""
+    path = None if wanted() == OFF else library()
+    if path is None:
+        return None
+    here = instruction_sets(path)
+    name = os.environ.get(INSTRUCTIONS, here[0])
+    if name not in here:
+        raise UserError(
+            f"got {INSTRUCTIONS}={name!r:.40}, expected {' or '.join(here)} on this CPU"
+        )
+    return name
 
 
 @cache
 def library() -> Path | None:
     """Returns the library's file, built if need be; None, with one line in the log, without one."""
-    installed = SOURCES / NAME
-    if installed.is_file():
-        return installed
-    sources = sorted(SOURCES.glob("*.[ch]"))
-    text = b"".join(path.read_bytes() for path in sources) + " ".join(FLAGS).encode()
-    name = f"{hashlib.sha256(text).hexdigest()[:24]}-{platform.machine()}"
-    built = cache_folder() / "kernels" / name / NAME
+    made = SOURCES / file_name()
     try:
-        if not built.is_file():
-            build(built)
+        if not made.is_file() and not os.access(SOURCES, os.W_OK):
+            made = cache_folder() / "kernels" / made.name
+        if not made.is_file():
+            compiler()  # or nothing is said of compiling
+            log.info("compiling the native operators, once on this machine")
+            build(made)
+        instruction_sets(made)  # it can be loaded
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         log.warning("the native operators are not used: %s", brief(reason))
         return None
-    return built
+    return made
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.files.writing import sha256
+from spec_runtime.kernels.library import instructions
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def collect(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "threads": threads or default_threads(),
-        "versions": versions((*PACKAGES, *packages)),
+        "versions": versions((*PACKAGES, *packages))
+        | {"native operators": instructions() or "none"},
         "command": command(sys.argv),
         "prompts": _prompts(prompts_file, prompts),
         "bundle": None if manifest is None else _bundle(manifest),

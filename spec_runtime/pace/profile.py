@@ -25,7 +25,7 @@ from spec_runtime.files import mapping
 from spec_runtime.files.kept import read_kept
 from spec_runtime.files.machine import cache_folder, cpu_model, default_threads, versions
 from spec_runtime.files.writing import locked, require_writable, sha256, write_atomically
-from spec_runtime.kernels.library import OFF, wanted
+from spec_runtime.kernels.library import instructions, wanted
 from spec_runtime.pace.costs import MOST_POINTS, Costs, Gain, NumNodes, Rate, Ratio
 from spec_runtime.pace.pacer import LARGEST_TRUST, Known
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
@@ -156,8 +156,8 @@ def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
     manifest = sha256(opened.path / bundles.MANIFEST)
     precision = opened.manifest.target.precision
     found = versions(("specsplit", "onnxruntime", "onnxruntime-gpu"))
-    if (kernels := wanted()) != OFF:  # passes cost something else with native operators
-        found["native operators"] = kernels
+    if (native := instructions()) is not None:  # passes cost something else with its operators
+        found["native operators"] = f"{native} {wanted()}"
     names = ", ".join(f"{name} {number}" for name, number in found.items())
     return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter, names)
 

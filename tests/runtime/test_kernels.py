@@ -6,6 +6,7 @@ Each test runs on every instruction set that this CPU has, and names the others 
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from spec_export.graphs.four_bits import pack_zero_points
 from spec_runtime.backends import session
 from spec_runtime.errors import UserError
+from spec_runtime.kernels import compiling
 from spec_runtime.kernels import library as kernels
 from spec_runtime.kernels.rewrite import DOMAIN, NativeModel, with_few_rows
 
@@ -296,17 +298,20 @@ def test_a_session_has_the_operator_where_it_is_asked_for(
     monkeypatch.setattr(session, "with_few_rows", made)
     monkeypatch.setattr(session, "saturates", lambda: False)
     x = rows(3, 128)
-    for value, precision, asked in (
-        ("0", "int4", []),
-        ("1", "int4", [False]),
-        ("all", "int8", [True]),
-        ("1", "int8", [False]),  # where ONNX Runtime's own are as quick
+    monkeypatch.setattr(session, "packed_file", Mock(side_effect=AssertionError))
+    for value, precision, is_mapped, asked in (
+        ("0", "int4", False, []),
+        ("", "int4", False, [False]),
+        ("all", "int8", False, [True]),
+        ("1", "int8", False, [False]),  # where ONNX Runtime's own are as quick
+        ("1", "int8", True, [True]),  # but would have to be packed into files
     ):
-        path = tmp_path / f"{precision}-{value}.onnx"
+        path = tmp_path / f"{precision}-{value}-{is_mapped}.onnx"
         onnx.save(_quantised(precision, True), path)
         monkeypatch.setenv(kernels.WANTED, value)
         made.reset_mock()
-        y = run(session._open_shared(path, session.SessionOptions(1)), x)
+        hashes = {path: "any"} if is_mapped else {}
+        y = run(session._open_shared(path, session.SessionOptions(1, hashes=hashes)), x)
         assert [call.args[1] for call in made.call_args_list] == asked
         assert y.shape == (3, 128)
     monkeypatch.setattr(session, "with_few_rows", lambda *_: NativeModel(b"no model", True))
@@ -315,9 +320,11 @@ def test_a_session_has_the_operator_where_it_is_asked_for(
         other = session._open_shared(tmp_path / "other.onnx", session.SessionOptions(1))
     assert run(other, x).shape == (3, 128)
     assert ["runs without native operators" in message for message in caplog.messages] == [True]
-    monkeypatch.setenv(kernels.WANTED, "yes")
-    with pytest.raises(UserError, match="got SPECSPLIT_KERNELS='yes', expected 0, 1 or all"):
-        session._open_shared(path, session.SessionOptions(1))
+    for name, said in ((kernels.WANTED, "0, 1 or all$"), (kernels.INSTRUCTIONS, ".*portable on")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "yes")
+            with pytest.raises(UserError, match=f"^got {name}='yes', expected {said}"):
+                session.open_session(path, Mock(), session.SessionOptions(1))
 
 
 def test_a_graph_without_products_stays_as_it_is(tmp_path: Path) -> None:
@@ -327,11 +334,59 @@ def test_a_graph_without_products_stays_as_it_is(tmp_path: Path) -> None:
     assert with_few_rows(tmp_path / "graph.onnx") is None
 
 
-def test_without_a_compiler_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a copy of the sources that is taken for them, with an empty cache folder."""
+    folder = tmp_path / "native"
+    shutil.copytree(compiling.SOURCES, folder, ignore=shutil.ignore_patterns("*.so"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels, "NAME", "not-there.so")  # nor installed
+    for module in (compiling, kernels):
+        monkeypatch.setattr(module, "SOURCES", folder)
+    return folder
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_library_is_built_once_for_its_sources(
+    is_writable: bool, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = kernels.library()
+    if here is None:
+        pytest.skip("no C compiler here")
+    find = kernels.library.__wrapped__
+    monkeypatch.setattr(kernels.os, "access", lambda *_: is_writable)
+    build = Mock(side_effect=lambda target: shutil.copy(here, target))
+    monkeypatch.setattr(kernels, "compiler", list)
+    monkeypatch.setattr(kernels, "build", build)
+    place = sources if is_writable else tmp_path / "specsplit" / "kernels"
+    place.mkdir(parents=True, exist_ok=True)
+    first = find() or tmp_path
+    assert (first.parent, find(), build.call_count) == (place, first, 1)
+    (sources / "loops.h").write_text("other")
+    assert find() not in (first, None)
+    assert build.call_count == 2
+
+
+def test_installations_ask_for_a_compiler_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(kernels.WANTED, raising=False)
+    monkeypatch.setattr(compiling.sys, "platform", "linux")
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: name == "ziglang")
+    for has_one, asked, command in ((True, 0, "/cc"), (False, 1, "-target aarch64-linux-gnu.2.17")):
+        monkeypatch.setattr(compiling.shutil, "which", lambda name, has=has_one: has and f"/{name}")
+        assert len(compiling.required()) == asked
+        assert " ".join(compiling.compiler()).endswith(command)
+        assert compiling.is_portable() == (not has_one)
+    monkeypatch.setenv(kernels.WANTED, "0")  # neither asked for nor built
+    assert compiling.required() == []
+    with pytest.raises(OSError, match="SPECSPLIT_KERNELS is 0"):
+        compiling.compiler()
+
+
+def test_without_a_compiler_one_line_says_so(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for error in (
         OSError("there is no C compiler"),
         subprocess.CalledProcessError(1, "cc", stderr="no\nheader"),

@@ -86,22 +86,13 @@ def test_weights_below_a_megabyte_are_mapped_where_they_are_aligned(
     assert len(outline.packed_offsets) == len(outline.weights) == is_kept
 
 
-def test_other_weights_and_other_cpus_have_files_of_their_own(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert answer(write(tmp_path, 2.0)) == 2.0 * WIDTH
-    path = write(tmp_path, 3.0)
-    assert answer(path) == 3.0 * WIDTH
-    assert len(packed_folders(cache)) == 2
-    monkeypatch.setattr(packed_files, "cpu_model", lambda: "another")
-    assert answer(path) == 3.0 * WIDTH
-    assert len(packed_folders(cache)) == 3
-
-
 def test_equal_weights_of_several_graphs_lie_on_the_disk_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """Graphs for several numbers of lanes have them; here it is one graph for several CPUs."""
+    """Graphs for several numbers of lanes have them; here it is one graph for several CPUs.
+
+    Other weights and other CPUs have files of their own.
+    """
     (tmp_path / "other").mkdir()
     path, other = write(tmp_path, 2.0), write(tmp_path / "other", 3.0)
     for cpu in ("one", "two", "three", "one"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -88,15 +87,6 @@ def test_the_session_goes_with_its_last_backend(tmp_path: Path) -> None:
     assert product(second, 1.0) == 2.0 * WIDTH
     del second
     assert session() is None
-
-
-def test_a_file_whose_weights_changed_is_another_one(tmp_path: Path) -> None:
-    before = open_graph(write(tmp_path, 2.0))
-    path = write(tmp_path, 5.0)
-    os.utime(path, ns=(1, 1))  # the graph itself may well have the time that it had
-    after = open_graph(path)
-    assert after.session is not before.session
-    assert (product(after, 1.0), product(before, 1.0)) == (5.0 * WIDTH, 2.0 * WIDTH)
 
 
 def test_threads_run_a_shared_session_at_the_same_time(tmp_path: Path) -> None:
