@@ -156,7 +156,7 @@ class ResponseReader:
         self._is_begun = is_begun
         self._text = ""
         self._at = 0  # up to here it is read
-        self._is_end = False
+        self._is_end = self._is_over = False
         self._parts: list[Part] = []
         self.spans: list[tuple[int, int]] = []
         # the stretch of thinking or text on its way
@@ -180,9 +180,11 @@ class ResponseReader:
         is_end: bool = False,
         token_ids: Sequence[int] = (),
         text_ends: Sequence[int] = (),
+        is_cut: bool = False,
     ) -> list[Part]:
         """Returns the parts that this text completes; at the end, also what was held back. Of
-        tokens `text_ends` says where in the answer their text ends."""
+        tokens `text_ends` says where in the answer their text ends. An answer that `is_cut` has an
+        end that the model did not write, where no call leaves its arguments out."""
         whole, self._text = self._text, ""
         whole += text  # in place, which Python does for a local name alone
         self._text = whole
@@ -190,7 +192,8 @@ class ResponseReader:
         for token, end in zip(token_ids, text_ends, strict=False):
             if token in self._marks:
                 self._places.add(end - len(self._marks[token]))
-        self._is_end, self._parts, self.spans = is_end, [], []
+        self._is_end, self._is_over = is_end, is_end and not is_cut
+        self._parts, self.spans = [], []
         while self._step():
             pass
         if is_end:
@@ -219,7 +222,8 @@ class ResponseReader:
             return False
         if self._has_calls and not self._is_begun:
             after = self._last and self._last.next and self._last._replace(open=self._last.next)
-            bare = [*self._template.bare, *([after] if after else [])]
+            template = self._template
+            bare = [*(template.wrapped if self._last else template.bare), *filter(None, [after])]
             if (head := self._head_at(begin, bare)) is not False:
                 return head is not None and self._begin_call(begin, *head)
         if (region := self._region_at(begin, True)) is None:
@@ -379,7 +383,8 @@ class ResponseReader:
         if not self._has_calls:
             return []
         plain = template_of(None, self._template.family)
-        parts = ResponseReader(plain, self._tools, self._at_most, False).push(thinking, is_end=True)
+        reader = ResponseReader(plain, self._tools, self._at_most, False)
+        parts = reader.push(thinking, is_end=True, is_cut=not self._is_over)
         is_last = bool(parts) and parts[-1].kind == "arguments"
         return [part for part in parts if is_last and part.kind in ("call", "arguments")]
 
@@ -407,13 +412,16 @@ class ResponseReader:
         need no mark."""
         text, template = self._text, self._template
         after = self._after(template.wrappers, at)
-        if any(mark.startswith(text[after : after + _MAX_HEAD]) for mark in template.call_marks):
-            return None if self._waits(at) else False
+        held = text[after : after + _MAX_HEAD]
+        if self._waits(at) and any(mark.startswith(held) for mark in template.call_marks):
+            return None
         last = max([at, *(text.rfind(mark, at, after) for mark in WRAPPERS)])
         tries = [(place, form) for place in sorted({at, last, after}) for form in template.forms]
-        tries += [(after, form) for form in (template.bare if after > at else bare)]
+        if after > at:
+            bare = template.wrapped if text[at:after].strip() else template.bare
+        tries += [(after, form) for form in bare]
         for place, form in tries:
-            end, found = form.open.match(text, place, self._is_known)
+            end, found = form.open.match(text, place, self._is_known, is_end=self._is_over)
             if end == MORE and self._waits(at):
                 return None
             is_object = form.content == "keyed"

@@ -55,10 +55,14 @@ class AnswerForm:
         )
 
     def read(
-        self, text: str, token_ids: Sequence[int] = (), text_ends: Sequence[int] = ()
+        self,
+        text: str,
+        token_ids: Sequence[int] = (),
+        text_ends: Sequence[int] = (),
+        is_cut: bool = False,
     ) -> Answer:
         """Returns the parts of a whole answer, see ResponseReader.push."""
-        parts = self.reader(streams=False).push(text, True, token_ids, text_ends)
+        parts = self.reader(streams=False).push(text, True, token_ids, text_ends, is_cut)
         thinking = "".join(part.text for part in parts if part.kind == "thinking")
         return Answer(thinking, *joined(parts))
 

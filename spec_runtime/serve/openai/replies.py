@@ -98,7 +98,8 @@ class ShownParts:
         is_last = chunk.result is not None
         if self._reader is None:
             self._reader = form.reader(streams=not (is_last and chunk.token_ids))
-        parts = self._reader.push(chunk.text, is_last, chunk.token_ids, chunk.text_ends)
+        is_cut = chunk.result is not None and chunk.result.is_cut
+        parts = self._reader.push(chunk.text, is_last, chunk.token_ids, chunk.text_ends, is_cut)
         self._waiting.extend(self._tokens.take(chunk))
         for part, span in zip(parts, self._reader.spans, strict=True):
             self._last = part.kind
@@ -118,16 +119,13 @@ class ShownParts:
 
 def whole_chunk(result: GenerationResult) -> Chunk:
     """Returns a whole answer as one chunk, of whose calls none is cut."""
-    parts = result.form.reader(streams=False).push(
-        result.text, True, result.token_ids, result.text_ends
-    )
     return Chunk(
         text=result.text,
         token_ids=tuple(result.token_ids),
         logprobs=None if result.logprobs is None else tuple(result.logprobs),
         text_ends=tuple(result.text_ends),
         result=result,
-        parts=tuple(parts),
+        parts=tuple(result.parts(streams=False)),
     )
 
 
@@ -233,11 +231,8 @@ def finish_reason(result: GenerationResult) -> str:
 def ends_in_calls(result: GenerationResult) -> bool:
     """Says whether an answer has calls, and all that a stream of it shows are whole: one that is
     cut, or has arguments that are no JSON, is no call of the result."""
-    if not result.tool_calls:
-        return False
-    reader = result.form.reader()
-    parts = reader.push(result.text, True, result.token_ids, result.text_ends)
-    return joined(parts)[1] == result.tool_calls
+    calls = result.tool_calls
+    return bool(calls) and joined(result.parts(streams=True))[1] == calls
 
 
 class Heading:
