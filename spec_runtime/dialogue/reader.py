@@ -59,6 +59,11 @@ def _marks_of(content: str, quote: str) -> dict[str, re.Pattern[str]]:
     return inside
 
 
+@functools.lru_cache(64)
+def _any_of(*texts: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
+
+
 class _Value:
     """Finds the end of a value that begins at `at`: of an object, or, where it is a parameter, the
     comma or the bracket that is not inside of it."""
@@ -114,6 +119,7 @@ class _Call:
     pieces: list[str]  # of its arguments that are not given out
     num_parameters: int = 0
     searched: int = 0  # a parameter between tags does not end before this place
+    depth: int = 0  # parameters that have begun inside of its value before it
     value: _Value | None = None
 
 
@@ -172,6 +178,7 @@ class ResponseReader:
         self._call: _Call | None = None
         self._last: CallForm | None = None  # of the call before, if its list may go on
         self._is_fenced = False  # whether that call stands in a fenced block
+        self._has_depths = True  # whether what opens a parameter inside of a value is closed there
         self._step: Callable[[], bool] = self._read_begin
 
     def push(
@@ -456,7 +463,7 @@ class ResponseReader:
                 close = call.value.read(text)
             if close is None:
                 return False
-            call.value = None
+            call.value, call.depth = None, 0
             value: Any = text[begin:close]
             if form.content != "tags" and not value:
                 return None
@@ -475,20 +482,31 @@ class ResponseReader:
 
     def _end_of_value(self, call: _Call, opening: Pattern, begin: int) -> int | None:
         """Returns where the value that begins there ends, None if its end has still to come. It
-        ends at a closing tag after which another parameter, or the end of the call, stands."""
+        ends at a closing tag after which another parameter, or the end of the call, stands, and
+        which closes none that began inside of it: values may hold calls."""
         text, form = self._text, call.form
         assert form.ends is not None
+        marks = [form.closing, *opening.beginnings() * self._has_depths]
         start = max(begin, call.searched)
-        while (at := text.find(form.closing, start)) >= 0:
-            start = at + len(form.closing)
-            after = self._after(_FEW_SPACES, start)
-            ends = [each.match(text, after)[0] for each in (opening, form.ends)]
-            if max(ends) >= 0:
+        while found := _any_of(*marks).search(text, start):
+            at, start = found.span()
+            is_closing = found[0] == form.closing
+            after = self._after(_FEW_SPACES, start) if is_closing else at
+            tried = (opening, form.ends) if is_closing and not call.depth else (opening,)
+            ends = [each.match(text, after)[0] for each in tried]
+            if is_closing and not call.depth and max(ends) >= 0:
                 return at
             if MORE in ends and not self._is_end and len(text) - after < _MAX_HELD:
                 call.searched = at
                 return None
-        call.searched = max(begin, len(text) - len(form.closing) + 1)
+            if is_closing:
+                call.depth = max(0, call.depth - 1)
+            else:
+                call.depth += ends[0] >= 0
+        call.searched = max(start, len(text) - max(map(len, marks)) + 1)
+        if self._is_end and self._has_depths:  # what opens one in this value may be a word
+            self._has_depths, call.searched, call.depth = False, begin, 0
+            return self._end_of_value(call, opening, begin)
         return None
 
     def _after(self, pattern: re.Pattern[str], at: int) -> int:
