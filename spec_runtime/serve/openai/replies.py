@@ -7,12 +7,14 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
 from spec_runtime.dialogue.reader import ResponseReader, joined
 from spec_runtime.dialogue.stream import REPLACEMENT, TextStream
 from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.loop.stats import ratio
 from spec_runtime.serve.threads import SMALL
 from spec_runtime.text.tokenizer import Codec
 
@@ -39,6 +41,43 @@ def counted(prompt: int, completion: int) -> Object:
     """Returns the object `usage` of so many tokens."""
     total = prompt + completion
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+
+
+def measured(results: Sequence[GenerationResult]) -> Object:
+    """Returns what an answer took, `timings` in llama.cpp's form and `metrics` in vLLM's; nothing
+    of several answers. Steps without drafted tokens are in no figure of drafting."""
+    if len(results) != 1:
+        return {}
+    stats, predicted = results[0].stats, len(results[0].token_ids)
+    accepts = stats.depth_accepts
+    num_accepted, num_steps = sum(accepts), stats.drafted_steps
+    at_least = [num_steps, *accepts, 0]  # steps that accepted so many tokens or more
+    timings = {
+        "cache_n": stats.reused_tokens,
+        **_timed("prompt", stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds),
+        **_timed("predicted", predicted, stats.decode_seconds),
+        "draft_n": stats.drafted_tokens,
+        "draft_n_accepted": num_accepted,
+    }
+    drafting = {
+        "mean_acceptance_length": stats.drafted_length,
+        "draft_acceptance_rate": ratio(num_accepted, stats.drafted_tokens),
+        "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": stats.drafted_tokens,
+        "num_spec_tokens": len(accepts),
+    }
+    return {"timings": timings, "metrics": {"speculative_decoding": drafting}}
+
+
+def _timed(name: str, number: int, seconds: float) -> Object:
+    return {
+        f"{name}_n": number,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * ratio(seconds, number),
+        f"{name}_per_second": ratio(number, seconds),
+    }
 
 
 @dataclass(frozen=True)
@@ -244,9 +283,9 @@ class Heading:
         self._created = int(time.time())
         self._whole, self._part, self._model = whole, part, model
 
-    def reply(self, choices: list[Object], usage: Object) -> Object:
+    def reply(self, choices: list[Object], **more: Any) -> Object:
         """Returns a whole reply."""
-        return {**self._head(self._whole), "choices": choices, "usage": usage}
+        return {**self._head(self._whole), "choices": choices, **more}
 
     def chunk(self, *choices: Object, **more: Any) -> Object:
         """Returns one chunk of a stream."""
