@@ -35,6 +35,21 @@ def test_structure() -> None:
     assert EXAMPLE.path(0) == [0]
 
 
+def test_a_tree_that_ends_at_some_tokens() -> None:
+    assert EXAMPLE.ending_at({3, 5}) is EXAMPLE  # the root is no end
+    ended = EXAMPLE.ending_at({9})
+    assert (ended.token_N.tolist(), ended.parent_N.tolist()) == (
+        [5, 7, 8, 9, 6, 9],
+        [0, 0, 0, 1, 1, 2],
+    )
+    drawn = replace(
+        EXAMPLE, draws={node: f"{node}" for node in range(4)}, log_prob_N=np.arange(7.0)
+    )  # type: ignore[dict-item]
+    ended = drawn.ending_at({7})
+    assert (ended.token_N.tolist(), ended.parent_N.tolist()) == ([5, 7, 8, 9], [0, 0, 0, 2])
+    assert (ended.draws, known(ended.log_prob_N).tolist()) == ({0: "0", 2: "2"}, [0, 1, 2, 5])
+
+
 def test_ancestor_mask_of_a_tree() -> None:
     assert grid(ancestors(EXAMPLE.parent_N)) == "\n".join(
         ["x......", "xx.....", "x.x....", "xx.x...", "xx..x..", "x.x..x.", "xx.x..x"]
