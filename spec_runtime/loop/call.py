@@ -104,10 +104,12 @@ def make_call(
         return Call(prompt, request, text, form, stop_ids)
 
     def compile_grammar(interruption: Interruption) -> PathMasks:
-        matcher, outside = AnyText(num_logits), ()
-        if grammar is not None:  # EOS ends no thinking that a text has to follow
-            matcher, outside = codec.matcher(grammar, num_logits, interruption), codec.eos
-        thinking = form.after_thinking(matcher, outside, num_logits, budget)
-        return PathMasks(thinking, codec.eos)
+        is_free = grammar is None
+        matcher = (
+            AnyText(num_logits) if is_free else codec.matcher(grammar, num_logits, interruption)
+        )
+        # EOS ends no thinking that a grammar's text has to follow
+        inside = form.after_thinking(matcher, () if is_free else codec.eos, num_logits, budget)
+        return PathMasks(inside, codec.eos)
 
     return Call(prompt, request, text, form, stop_ids, compile_grammar)

@@ -416,7 +416,8 @@ def test_a_budget_closes_the_thinking(
     begun, closing = (codec.encode(each, special_tokens=False) for each in (before, ending))
     marks = [token for name in names for token in codec.encode(name, special_tokens=False)]
 
-    for more in ({}, {"response_format": FORMAT}):
+    options: dict[str, Any]
+    for options in ({}, {"response_format": FORMAT}):
         found = []
         for drafter in ("none", "parallelspec", "prompt_lookup"):
             engine = make_engine(
@@ -430,16 +431,8 @@ def test_a_budget_closes_the_thinking(
                     logits_V[begun[len(tokens) - length]] = 1000
                 return logits_V
 
-            found.append(
-                engine.generate(
-                    HELLO,
-                    max_new_tokens=120,
-                    thinking_budget=budget,
-                    logits_processor=think,
-                    **sampling,
-                    **more,
-                )
-            )
+            more = {"max_new_tokens": 120, "thinking_budget": budget, "logits_processor": think}
+            found.append(engine.generate(HELLO, **sampling, **options, **more))
         result, ids = found[0], found[0].token_ids
         assert all(each.token_ids == ids for each in found)
         at = max(len(begun), budget + bool(before))
@@ -447,7 +440,7 @@ def test_a_budget_closes_the_thinking(
         assert ids[at : at + len(closing)] == closing
         assert len(result.reasoning) > 0 or budget == 0
         assert result.content
-        if more:
+        if options:
             assert set(json.loads(result.content)) == {"name"}
 
 
@@ -486,7 +479,8 @@ BUDGETS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "body"), BUDGETS)
 def test_every_api_has_a_budget(path: str, body: dict[str, Any]) -> None:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    asked = {"input": "hello"} if path == RESPONSES else {"messages": HELLO}
+    asked: dict[str, Any] = {"input": "hello", "messages": HELLO}
+    del asked["messages" if path == RESPONSES else "input"]
     asked |= {limit: 40, "temperature": 0, "seed": 1}
     codec = BpeTokenizer(None, {"<think>": False, "</think>": False})
     opening, closing = codec.encode("<think></think>", special_tokens=False)
