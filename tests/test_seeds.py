@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from apis import APIS
+from served import COMPLETIONS, in_process, post
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -61,3 +65,36 @@ def test_without_a_seed_rows_are_reused_all_the_same(engine: Engine) -> None:
         engine.generate(prompt, max_new_tokens=5, temperature=temperature)
         again = engine.generate(prompt, max_new_tokens=5, temperature=temperature)
         assert again.stats.reused_tokens == len(prompt) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_every_api_repeats_by_a_seed_beside_others(deep_llama: Path, precision: str) -> None:
+    """Others, which have no seed, share the lanes and the passes all the while."""
+    out = deep_llama.parent / f"{precision}-lanes"
+    make_bundle.build(BuildOptions(str(deep_llama), precision=precision, out=out, lanes=3))
+    over = threading.Event()
+
+    def disturb(client: Any, number: int) -> int:
+        num_asked = 0
+        while not over.is_set():
+            prompt = f"tell me {number + num_asked} things " * (1 + num_asked % 3)
+            post(client, COMPLETIONS, prompt=prompt, max_tokens=5 + num_asked % 9)
+            num_asked += 1
+        return num_asked
+
+    with (
+        in_process(spec_runtime.load(out, "prompt_lookup", threads=1), parallel=3) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        others = [pool.submit(disturb, client, 10 * number) for number in range(2)]
+        try:
+            for api in APIS:
+                said = []
+                for seed in (1, 1, 2):
+                    body = api.body(24, temperature=1.0, seed=seed)
+                    said.append(api.read(post(client, api.path, **body)).text)
+                assert said[0] == said[1] != said[2], api.name
+        finally:
+            over.set()
+        assert all(each.result() > 0 for each in others)

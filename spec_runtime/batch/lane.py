@@ -76,12 +76,12 @@ class Lane:
 
     @property
     def cuts_trees(self) -> bool:
-        """Says whether no token depends on how large the trees are.
+        """Says whether no token depends on how large trees and chunks of the prompt are.
 
         Where rows are not exact, those in other places round noticeably otherwise, and a seed
         promises the same tokens again.
         """
-        params, is_exact = self.call.params, self.decoding.target.has_exact_rows
+        params, is_exact = self.call.params, self.engine.target.has_exact_rows
         return params.rule not in TREE_RULES and (params.seed is None or is_exact)
 
     def num_common(self, prompt: list[int]) -> int:
@@ -109,7 +109,7 @@ class Lane:
                 self.pacer = own
             else:
                 proposer = self.pacer = Pacer(proposer)
-            self.pacer.begins_with = pause
+            self.pacer.begins_with = pause if self.cuts_trees else None
             return proposer
 
         self.owner, self._reader = owner, ChunkReader(call)
@@ -118,8 +118,8 @@ class Lane:
     def limit(self, max_rows: int, chunk_rows: int, is_shared: bool) -> None:
         """Sets what the call may ask of the next pass, and whether others share it."""
         self.pacer.is_shared = is_shared and self.cuts_trees
-        self.decoding.max_rows = max_rows if self.cuts_trees else PREFILL_ROWS
-        self.decoding.chunk_rows = chunk_rows
+        rows = (max_rows, chunk_rows) if self.cuts_trees else (PREFILL_ROWS, PREFILL_ROWS)
+        self.decoding.max_rows, self.decoding.chunk_rows = rows
 
     def read(self) -> list[Chunk]:
         """Returns chunks of what the last pass committed, and of the end, which frees the lane."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from spec_runtime.dialogue.patterns import END
+
 _NAME = r"(?P<name>[\w-][\w.-]{0,127})"
 _KEY = r'(?P<key>[^<>"\n]{1,128})'
 _STRING = r'"(?:[^"\\]+|\\.)*"'
 OBJECT = r'(?=\{\s*["}])'  # looked at, not taken
-_MEMBERS = rf'(?:"(?:type|id|tool_call_id)"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*,\s*)*'
+_OTHER = rf'"(?:type|id|tool_call_id)"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*'
+_MEMBERS = rf"(?:{_OTHER},\s*)*"
 _FUNCTION = rf'\[?\s*\{{\s*{_MEMBERS}(?:"function"\s*:\s*\{{\s*{_MEMBERS})?'
 _NAMED = rf'{_FUNCTION}"(?:name|tool_name)"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*{_MEMBERS}'
 _ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
@@ -43,6 +46,7 @@ _HARMONY: Field = {
     "tool_calls": {
         "open_pattern": rf"{_START}(?:<\|channel\|>\s*commentary\s*)?to=functions\.{_NAME}"
         r"[^<{]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
+        "close": END,
         "content": "json",
     },
 }
@@ -92,12 +96,19 @@ KEYED: tuple[Field, ...] = (
     {"open_pattern": _NAMED + _ARGUMENTS + OBJECT, "content": "json"},
     {"open_pattern": f"(?=(?:{_NAMED}|{_FUNCTION}){_ARGUMENTS}[^\\s])", "content": "keyed"},
 )
+# A call that leaves its arguments out: a JSON answer may look like one that has no mark.
+WITHOUT_ARGUMENTS: Field = {
+    "open_pattern": rf'(?={_FUNCTION}"(?:name|tool_name)"\s*:\s*"(?P<name>[^"\\]+)"\s*'
+    rf"(?:,\s*{_OTHER})*\}})",
+    "content": "keyed",
+}
 PYTHON: Field = {  # LFM2; without the mark Llama 3.2 and 4
     "open_pattern": rf"(?:<\|tool_call_start\|>\s*)?\[{_NAME}\(",
     "next_pattern": rf"{_NAME}\(",
     "content": "python",
 }
 MISTRAL: Field = {
+    "close": END,
     "open_pattern": rf"(?:\[TOOL_CALLS\]\s*)?{_NAME}(?:(?:\[CALL_ID\]\w*)?\[ARGS\])?\s*",
     "content": "json",
 }
@@ -107,6 +118,7 @@ CALLS: tuple[Field, ...] = (
     {  # gpt-oss
         "open_pattern": rf"<\|channel\|>commentary to=functions\.{_NAME}"
         r"(?: <\|constrain\|>json)?<\|message\|>",
+        "close": END,
         "content": "json",
     },
     {"open_pattern": rf"<function={_NAME}>\s*", "content": "json"},  # Functionary, Llama 3.1
@@ -178,6 +190,8 @@ CLOSINGS = (
     "<|call|>", "<tool_call|>", "<|tools_suffix|>", "<|tool_call:end|>", "<|calls|>",
     "<|message_sep|>", "</function>",
 )  # fmt: skip
+# What stands after a head without arguments, besides what closes its form.
+AFTER_HEAD = (*CLOSINGS, "[TOOL_CALLS]", "<|start|>", "<|channel|>", "```")
 # What stands between two calls: the rest of the first one's object, and separators.
 MEMBER = rf',\s*"\w+"\s*:\s*(?:{_STRING}|[\w.+-]+)(?=\s*[,}}])'
 SEPARATORS = r"[\s,;}\]]{1,1000}"

@@ -18,6 +18,7 @@ MAX_RUN = 1000  # characters that a repeated class takes, and times that a group
 MAX_STEPS = 5000  # of one match; what needs more does not match
 MAX_SOURCE = 2000  # characters of an expression
 NO, MORE = -1, -2  # other text stands there; or the text ends before that is sure
+END = "\0"  # as a literal, the end of a text to which nothing is added: no answer has it
 _CLASS = re.compile(r"\\[sSdDwW]|\[\^?\]?(?:\\.|[^]\\])*\]|\.", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?P<(\w+)>|\?:|(\?=))?")
 _REPEAT = re.compile(r"([*+?]|\{(\d{1,4})(,?)(\d{0,4})\})(\??)")
@@ -70,17 +71,19 @@ class Pattern:
         at: int,
         accepts: Accepts | None = None,
         is_mark: Callable[[str, int], bool] | None = None,
+        is_end: bool = False,
     ) -> tuple[int, dict[str, str]]:
         """Returns where the match that begins at this place ends, or NO, or MORE, and the captures.
 
         `accepts` says whether a capture "name" may be that, its second argument whether the text
         ends with it, so that it may be only the beginning of one. `is_mark` says whether a literal
-        text that stands at a place may be taken for what it looks like.
+        text that stands at a place may be taken for what it looks like. At the end of an answer,
+        where it `is_end`, nothing is MORE, and a literal END fits.
         """
         is_whole = self._firsts and len(text) - at >= self._longest
         if is_whole and not text.startswith(self._firsts, at):
             return NO, {}
-        reading = _Reading(text, accepts, is_mark)
+        reading = _Reading(text, accepts, is_mark, is_end)
         return reading.read(self._nodes, at), reading.found
 
     def beginnings(self) -> list[str]:
@@ -99,9 +102,14 @@ class _Reading:
     """Reads one match; in functions inside of one another, `text` would be kept too long."""
 
     def __init__(
-        self, text: str, accepts: Accepts | None, is_mark: Callable[[str, int], bool] | None
+        self,
+        text: str,
+        accepts: Accepts | None,
+        is_mark: Callable[[str, int], bool] | None,
+        is_end: bool,
     ) -> None:
         self._text, self._accepts, self._is_mark = text, accepts, is_mark
+        self._more = NO if is_end else MORE
         self.found: dict[str, str] = {}
         self._left = MAX_STEPS
 
@@ -114,13 +122,15 @@ class _Reading:
                 return NO
             if isinstance(node, str):
                 if not text.startswith(node, at):
-                    return MORE if node.startswith(text[at : at + len(node)]) else NO
+                    if node == END and at == len(text) and self._more == NO:
+                        continue
+                    return self._more if node.startswith(text[at : at + len(node)]) else NO
                 if self._is_mark is not None and not self._is_mark(node, at):
                     return NO
                 at += len(node)
             elif isinstance(node, re.Pattern):
                 if (taken := node.match(text, at)) is None:
-                    return MORE if at == len(text) else NO
+                    return self._more if at == len(text) else NO
                 at = taken.end()
             elif (at := self._repeated(node, at)) < 0:
                 return at
@@ -142,7 +152,8 @@ class _Reading:
             at = end
         if group.name is not None:
             self.found[group.name] = name = self._text[begin:at]
-            is_end, accepts = at == len(self._text), self._accepts
+            is_end = self._more == MORE and at == len(self._text)
+            accepts = self._accepts
             if group.name == "name" and accepts is not None and not accepts(name, is_end):
                 return NO
         return begin if group.is_ahead else at

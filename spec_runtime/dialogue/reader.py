@@ -59,6 +59,11 @@ def _marks_of(content: str, quote: str) -> dict[str, re.Pattern[str]]:
     return inside
 
 
+@functools.lru_cache(64)
+def _any_of(*texts: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
+
+
 class _Value:
     """Finds the end of a value that begins at `at`: of an object, or, where it is a parameter, the
     comma or the bracket that is not inside of it."""
@@ -114,6 +119,7 @@ class _Call:
     pieces: list[str]  # of its arguments that are not given out
     num_parameters: int = 0
     searched: int = 0  # a parameter between tags does not end before this place
+    depth: int = 0  # parameters that have begun inside of its value before it
     value: _Value | None = None
 
 
@@ -156,7 +162,7 @@ class ResponseReader:
         self._is_begun = is_begun
         self._text = ""
         self._at = 0  # up to here it is read
-        self._is_end = False
+        self._is_end = self._is_over = False
         self._parts: list[Part] = []
         self.spans: list[tuple[int, int]] = []
         # the stretch of thinking or text on its way
@@ -172,6 +178,7 @@ class ResponseReader:
         self._call: _Call | None = None
         self._last: CallForm | None = None  # of the call before, if its list may go on
         self._is_fenced = False  # whether that call stands in a fenced block
+        self._has_depths = True  # whether what opens a parameter inside of a value is closed there
         self._step: Callable[[], bool] = self._read_begin
 
     def push(
@@ -180,9 +187,11 @@ class ResponseReader:
         is_end: bool = False,
         token_ids: Sequence[int] = (),
         text_ends: Sequence[int] = (),
+        is_cut: bool = False,
     ) -> list[Part]:
         """Returns the parts that this text completes; at the end, also what was held back. Of
-        tokens `text_ends` says where in the answer their text ends."""
+        tokens `text_ends` says where in the answer their text ends. An answer that `is_cut` has an
+        end that the model did not write, where no call leaves its arguments out."""
         whole, self._text = self._text, ""
         whole += text  # in place, which Python does for a local name alone
         self._text = whole
@@ -190,7 +199,8 @@ class ResponseReader:
         for token, end in zip(token_ids, text_ends, strict=False):
             if token in self._marks:
                 self._places.add(end - len(self._marks[token]))
-        self._is_end, self._parts, self.spans = is_end, [], []
+        self._is_end, self._is_over = is_end, is_end and not is_cut
+        self._parts, self.spans = [], []
         while self._step():
             pass
         if is_end:
@@ -219,7 +229,8 @@ class ResponseReader:
             return False
         if self._has_calls and not self._is_begun:
             after = self._last and self._last.next and self._last._replace(open=self._last.next)
-            bare = [*self._template.bare, *([after] if after else [])]
+            template = self._template
+            bare = [*(template.wrapped if self._last else template.bare), *filter(None, [after])]
             if (head := self._head_at(begin, bare)) is not False:
                 return head is not None and self._begin_call(begin, *head)
         if (region := self._region_at(begin, True)) is None:
@@ -379,7 +390,8 @@ class ResponseReader:
         if not self._has_calls:
             return []
         plain = template_of(None, self._template.family)
-        parts = ResponseReader(plain, self._tools, self._at_most, False).push(thinking, is_end=True)
+        reader = ResponseReader(plain, self._tools, self._at_most, False)
+        parts = reader.push(thinking, is_end=True, is_cut=not self._is_over)
         is_last = bool(parts) and parts[-1].kind == "arguments"
         return [part for part in parts if is_last and part.kind in ("call", "arguments")]
 
@@ -407,13 +419,16 @@ class ResponseReader:
         need no mark."""
         text, template = self._text, self._template
         after = self._after(template.wrappers, at)
-        if any(mark.startswith(text[after : after + _MAX_HEAD]) for mark in template.call_marks):
-            return None if self._waits(at) else False
+        held = text[after : after + _MAX_HEAD]
+        if self._waits(at) and any(mark.startswith(held) for mark in template.call_marks):
+            return None
         last = max([at, *(text.rfind(mark, at, after) for mark in WRAPPERS)])
         tries = [(place, form) for place in sorted({at, last, after}) for form in template.forms]
-        tries += [(after, form) for form in (template.bare if after > at else bare)]
+        if after > at:
+            bare = template.wrapped if text[at:after].strip() else template.bare
+        tries += [(after, form) for form in bare]
         for place, form in tries:
-            end, found = form.open.match(text, place, self._is_known)
+            end, found = form.open.match(text, place, self._is_known, is_end=self._is_over)
             if end == MORE and self._waits(at):
                 return None
             is_object = form.content == "keyed"
@@ -448,7 +463,7 @@ class ResponseReader:
                 close = call.value.read(text)
             if close is None:
                 return False
-            call.value = None
+            call.value, call.depth = None, 0
             value: Any = text[begin:close]
             if form.content != "tags" and not value:
                 return None
@@ -467,20 +482,31 @@ class ResponseReader:
 
     def _end_of_value(self, call: _Call, opening: Pattern, begin: int) -> int | None:
         """Returns where the value that begins there ends, None if its end has still to come. It
-        ends at a closing tag after which another parameter, or the end of the call, stands."""
+        ends at a closing tag after which another parameter, or the end of the call, stands, and
+        which closes none that began inside of it: values may hold calls."""
         text, form = self._text, call.form
         assert form.ends is not None
+        marks = [form.closing, *opening.beginnings() * self._has_depths]
         start = max(begin, call.searched)
-        while (at := text.find(form.closing, start)) >= 0:
-            start = at + len(form.closing)
-            after = self._after(_FEW_SPACES, start)
-            ends = [each.match(text, after)[0] for each in (opening, form.ends)]
-            if max(ends) >= 0:
+        while found := _any_of(*marks).search(text, start):
+            at, start = found.span()
+            is_closing = found[0] == form.closing
+            after = self._after(_FEW_SPACES, start) if is_closing else at
+            tried = (opening, form.ends) if is_closing and not call.depth else (opening,)
+            ends = [each.match(text, after)[0] for each in tried]
+            if is_closing and not call.depth and max(ends) >= 0:
                 return at
             if MORE in ends and not self._is_end and len(text) - after < _MAX_HELD:
                 call.searched = at
                 return None
-        call.searched = max(begin, len(text) - len(form.closing) + 1)
+            if is_closing:
+                call.depth = max(0, call.depth - 1)
+            else:
+                call.depth += ends[0] >= 0
+        call.searched = max(start, len(text) - max(map(len, marks)) + 1)
+        if self._is_end and self._has_depths:  # what opens one in this value may be a word
+            self._has_depths, call.searched, call.depth = False, begin, 0
+            return self._end_of_value(call, opening, begin)
         return None
 
     def _after(self, pattern: re.Pattern[str], at: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from spec_runtime.dialogue.families import (
+    AFTER_HEAD,
     CALLS,
     CLOSINGS,
     FAMILIES,
@@ -23,10 +24,11 @@ from spec_runtime.dialogue.families import (
     PYTHON,
     QUOTE,
     THINKING,
+    WITHOUT_ARGUMENTS,
     WRAPPERS,
     Field,
 )
-from spec_runtime.dialogue.patterns import Pattern
+from spec_runtime.dialogue.patterns import END, Pattern
 from spec_runtime.dialogue.tools import unknown_family
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
@@ -40,7 +42,7 @@ _FIELD = {
 }  # fmt: skip
 MARK = re.compile(r"<[^<>]+>|\[[^][]+\]|｜DSML｜")
 _TAG = re.compile(r"(.*?)(\\s\*|\\n\?)?\(\?P<value>\.\*\??\)(?:\\s\*|\\n\?)?(.*)", re.DOTALL)
-NEVER = Pattern("\0")  # closes what nothing closes: no answer has it
+NEVER = Pattern(END)  # closes what nothing closes
 _CONTENTS = ("json", "xml-inline", "keyed", "python")
 
 
@@ -124,7 +126,9 @@ class ResponseTemplate:
             raise _error("got calls that may begin with any text", "a text that opens them")
         self.forms += _FORMS
         self.keyed = _KEYED
-        self.bare = [*_KEYED, *_BARE, *([_NAMED] if family == "mistral" else [])]
+        named = {"mistral": _NAMED, "llama3": _EMPTY}.get(family)
+        self.bare = [*_KEYED, *_BARE, *([named] if named else [])]
+        self.wrapped = [*self.bare, _EMPTY]
         self.closing = Pattern("|".join(closings))
         firsts = [mark for form in self.forms for mark in form.open.beginnings()]
         self.call_marks = [*dict.fromkeys((*WRAPPERS, *firsts, "```"))]
@@ -263,7 +267,8 @@ def _forms_of(field: Field) -> list[CallForm]:
     if "name" not in Pattern(source).names:
         if content != "json" or not _names_are_inside(field.get("transform")):
             raise _error(f"got {brief(repr(field), 80)}", "a capture `name` before the arguments")
-        return [each._replace(open=Pattern(rf"{source}\s*{each.open.source}")) for each in _KEYED]
+        keyed = (*_KEYED, _EMPTY)
+        return [each._replace(open=Pattern(rf"{source}\s*{each.open.source}")) for each in keyed]
     if content == "python":
         opening, ends = Pattern(r"(?P<key>[\w.-]+)="), Pattern(r"\)")
         following = Pattern(after) if after else None
@@ -274,14 +279,22 @@ def _forms_of(field: Field) -> list[CallForm]:
         ]
     if not args.get("string_delims") and not args.get("unquoted_keys"):
         following = Pattern(after + OBJECT) if after else None
-        return [CallForm(Pattern(source + OBJECT), content, following)]
+        return [CallForm(Pattern(source + OBJECT), content, following), *_without(field, source)]
     match args.get("string_delims"):
         case [[str(quote), str(other)]] if quote and quote == other:
             opening, ends = Pattern(r"(?P<key>[\w.$-]+):"), Pattern(r"\}")
-            return [
-                CallForm(Pattern(source + r"\{"), "quoted", None, opening, ends=ends, quote=quote)
-            ]
+            quoted = Pattern(source + r"\{")
+            form = CallForm(quoted, "quoted", None, opening, ends=ends, quote=quote)
+            return [form, *_without(field, source)]
     raise _error(f"got content_args {brief(repr(args), 80)}", "string_delims of two equal marks")
+
+
+def _without(field: Field, source: str) -> list[CallForm]:
+    """Returns the form of a call that ends where its arguments would begin."""
+    ends = "|".join((*filter(None, [_anchor(field, "close")]), *map(_escaped, AFTER_HEAD)))
+    space = "" if source.endswith(r"\s*)") else r"\s*"
+    form = Pattern(f"{source}{space}(?={ends})")
+    return [CallForm(form, "tags", None, NEVER, ends=Pattern(""))]
 
 
 def _between_tags(opening: Pattern, tag: str, ends: str) -> CallForm:
@@ -313,5 +326,6 @@ def _names_are_inside(transform: Any) -> bool:
 
 
 _KEYED = [CallForm(Pattern(str(each["open_pattern"])), str(each["content"])) for each in KEYED]
+_EMPTY = CallForm(Pattern(str(WITHOUT_ARGUMENTS["open_pattern"])), "keyed")
 _FORMS = [form for field in CALLS for form in _forms_of(field)]
-_BARE, (_NAMED,) = _forms_of(PYTHON), _forms_of(MISTRAL)
+_BARE, (_NAMED, _) = _forms_of(PYTHON), _forms_of(MISTRAL)

@@ -46,22 +46,28 @@ def typed(value: str, allowed: Set[str]) -> Any:
     `allowed`, as all are if none is named. Otherwise, and where strings alone are allowed, returns
     the text itself.
 
-    Example: "5" is the number 5 for {"integer"} and for no types, but "5" for {"string"}.
+    Example: "5" is the number 5 for {"integer"} and for no types, but "5" for {"string"}; "5.0" is
+    5 and "TRUE" is true where no other types are allowed.
     """
     if allowed == {"string"}:
         return value
     plain = value.strip()
+    word = plain.lower() if allowed and "string" not in allowed else plain
     try:
-        read = parse_json(_PYTHON.get(plain, plain))
+        read = parse_json(_WORDS.get(word, plain))
     except ValueError:
         # as templates write them that leave it to Python, Seed-OSS's for instance
         read = literal(plain) if plain.startswith(("[", "{")) else None
         if read is None:
             return value
+    if "integer" in allowed and type(read) is float and read.is_integer():
+        read = int(read)
     return read if not allowed or allowed & _KINDS[type(read)] else value
 
 
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them
+# As templates and models write them; the small ones where no text is meant.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS |= {"true": "true", "false": "false", "null": "null", "none": "null"}
 _KINDS: dict[type, set[str]] = {
     **{bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}},
     **{list: {"array"}, dict: {"object"}, type(None): {"null"}},
@@ -104,4 +110,7 @@ def _types_of(
         if isinstance(schema.get(key), list):
             parts = [_types(each, references, known, depth) for each in schema[key]]
             return set[str]().union(*parts) if all(parts) else set()
+    if isinstance(schema.get("allOf"), list):
+        parts = [_types(each, references, known, depth) for each in schema["allOf"]]
+        return set.intersection(*map(set, filter(None, parts))) if any(parts) else set()
     return set()

@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.reader import ResponseReader, joined
-from spec_runtime.dialogue.response_template import ResponseTemplate, Tags, template_of
+from spec_runtime.dialogue.response_template import HARMONY, ResponseTemplate, Tags, template_of
 from spec_runtime.dialogue.thinking_matcher import ThinkingMatcher, ThinkingTokens
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.grammar.base import Matcher
 from spec_runtime.text.tokenizer import Codec
 
 MAX_OPENING = 64  # tokens of what a template writes before an answer
+# What opens a message of gpt-oss's thinking, and what ends it before the final one's head.
+ANALYSIS, ENDING = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 
 
 class Answer(NamedTuple):
@@ -55,10 +57,14 @@ class AnswerForm:
         )
 
     def read(
-        self, text: str, token_ids: Sequence[int] = (), text_ends: Sequence[int] = ()
+        self,
+        text: str,
+        token_ids: Sequence[int] = (),
+        text_ends: Sequence[int] = (),
+        is_cut: bool = False,
     ) -> Answer:
         """Returns the parts of a whole answer, see ResponseReader.push."""
-        parts = self.reader(streams=False).push(text, True, token_ids, text_ends)
+        parts = self.reader(streams=False).push(text, True, token_ids, text_ends, is_cut)
         thinking = "".join(part.text for part in parts if part.kind == "thinking")
         return Answer(thinking, *joined(parts))
 
@@ -72,11 +78,14 @@ class AnswerForm:
         inside = ((begin, end) for begin, end in reader.heads)
         return sum(sum(begin < each <= end for each in text_ends) for begin, end in inside)
 
-    def after_thinking(self, matcher: Matcher, eos: Sequence[int], num_logits: int) -> Matcher:
-        """Returns a matcher of the same grammar before whose text the model may think."""
+    def after_thinking(
+        self, matcher: Matcher, eos: Sequence[int], num_logits: int, budget: int | None = None
+    ) -> Matcher:
+        """Returns a matcher of the same grammar before whose text the model may think, no more than
+        `budget` tokens."""
         if self.tokens is None:
             return matcher
-        return ThinkingMatcher(matcher, self.tokens, eos, num_logits)
+        return ThinkingMatcher(matcher, self.tokens, eos, num_logits, budget)
 
 
 def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> AnswerForm:
@@ -110,10 +119,13 @@ def form_of(codec: Codec, prompt: Sequence[int], tools: Tools | None = None) -> 
     if not is_begun and not is_new:
         return form
     blanks = [codec.encode(blank, special_tokens=False) for blank in ("\n", "\n\n")]
+    is_message = template.tags == HARMONY
     tokens = ThinkingTokens(
         None if is_begun else opening[0],
         closing,
         tuple(each[0] for each in blanks if len(each) == 1),
+        [*codec.encode(ENDING, special_tokens=False), *closing] if is_message else closing,
+        codec.encode(ANALYSIS, special_tokens=False) if is_message else (),
     )
     return replace(form, is_begun=is_begun, tokens=tokens)
 

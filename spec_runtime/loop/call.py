@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.stream import TextStream
+from spec_runtime.dialogue.thinking_matcher import AnyText
 from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.interruption import Interrupted, Interruption
 from spec_runtime.loop.answer import AnswerForm, form_of
@@ -94,11 +96,20 @@ def make_call(
     text = TextStream(codec.decode, params.stop, prompt, thinking)
     eos = () if params.ignore_eos else codec.eos
     stop_ids = frozenset([*params.stop_token_ids, *eos])
-    if (grammar := params.grammar) is None:
+    grammar, budget = params.grammar, params.thinking_budget
+    if budget is not None and form.tokens is None:
+        request = replace(request, params=replace(params, thinking_budget=None))
+        budget = None
+    if grammar is None and budget is None:
         return Call(prompt, request, text, form, stop_ids)
 
     def compile_grammar(interruption: Interruption) -> PathMasks:
-        matcher = codec.matcher(grammar, num_logits, interruption)
-        return PathMasks(form.after_thinking(matcher, codec.eos, num_logits), codec.eos)
+        is_free = grammar is None
+        matcher = (
+            AnyText(num_logits) if is_free else codec.matcher(grammar, num_logits, interruption)
+        )
+        # EOS ends no thinking that a grammar's text has to follow
+        inside = form.after_thinking(matcher, () if is_free else codec.eos, num_logits, budget)
+        return PathMasks(inside, codec.eos)
 
     return Call(prompt, request, text, form, stop_ids, compile_grammar)

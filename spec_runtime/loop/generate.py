@@ -187,6 +187,8 @@ class Decoding:
         self._engine_seconds = target.run_seconds + self.proposer.run_seconds
         limited = self._budget.within(self.ending.remaining - 1).rooted_at(target.length)
         tree = yield from self.proposer.drafting(self.tokens[-1], limited.at_most(self.max_rows))
+        if not self.proposer.reads_answers:  # nothing is accepted after an end
+            tree = tree.ending_at(self.ending.stop_ids)
         self._clock.lap("draft")
         return Asked(tree, self._wants)
 

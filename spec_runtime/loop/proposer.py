@@ -22,10 +22,12 @@ class Proposer(Protocol):
     """Drafts a tree a step, and keeps its own state in step with the target's committed rows.
 
     Between calls a proposer has seen as many tokens as the target has committed rows; the root
-    of the next tree comes with `propose`. `wants_features` asks the target for features.
+    of the next tree comes with `propose`. `wants_features` asks the target for features. What
+    `reads_answers` reads those after all nodes of its trees, whatever is accepted of them.
     """
 
     wants_features: bool
+    reads_answers: bool
 
     @property
     def run_seconds(self) -> float:
@@ -71,6 +73,8 @@ class OpenedDrafter(NamedTuple):
 class WithRuns:
     """Drafts with graphs; a subclass has `drafting`."""
 
+    reads_answers = False
+
     @abstractmethod
     def drafting(self, token: int, budget: Budget) -> Drafting:
         """See Proposer.drafting."""
@@ -82,6 +86,8 @@ class WithRuns:
 
 class WithoutRuns:
     """Drafts without a graph; a subclass has `propose`."""
+
+    reads_answers = False
 
     @abstractmethod
     def propose(self, token: int, budget: Budget) -> TokenTree:

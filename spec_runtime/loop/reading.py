@@ -83,7 +83,7 @@ class ChunkReader:
     def last(self, result: GenerationResult) -> Chunk:
         """Returns what was held back of the text, with the result."""
         pieces, text = self._take()
-        parts = tuple(self._reader.push(text, is_end=True))
+        parts = tuple(self._reader.push(text, is_end=True, is_cut=result.is_cut))
         none = () if self._has_logprobs else None
         return Chunk(text=text, logprobs=none, pieces=pieces, result=result, parts=parts)
 

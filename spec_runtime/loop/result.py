@@ -71,7 +71,17 @@ class GenerationResult:
 
     @cached_property
     def _answer(self) -> Answer:
-        return self.form.read(self.text, self.token_ids, self.text_ends)
+        return self.form.read(self.text, self.token_ids, self.text_ends, self.is_cut)
+
+    @property
+    def is_cut(self) -> bool:
+        """Says whether something other than the model's own words ended the answer."""
+        return self.finish_reason != "stop"
+
+    def parts(self, streams: bool) -> list[Part]:
+        """Returns the parts of the answer, as they come in a stream or whole, see Part."""
+        reader = self.form.reader(streams)
+        return reader.push(self.text, True, self.token_ids, self.text_ends, self.is_cut)
 
     @property
     def preserves_distribution(self) -> bool:

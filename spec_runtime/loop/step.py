@@ -63,7 +63,7 @@ class Ending:
     ) -> None:
         self.remaining = max_tokens
         self.finish_reason: str | None = None if max_tokens > 0 else "length"
-        self._stop_ids = stop_ids
+        self.stop_ids = stop_ids
         self._ends_stop_string = ends_stop_string
         self._interruption = interruption
 
@@ -78,7 +78,7 @@ class Ending:
         for num_tokens, token in enumerate(tokens, 1):
             self.remaining -= 1
             # The hook is asked first because it has to see every committed token.
-            if self._ends_stop_string(token) or token in self._stop_ids:
+            if self._ends_stop_string(token) or token in self.stop_ids:
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"

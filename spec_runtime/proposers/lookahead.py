@@ -52,6 +52,8 @@ class LookaheadProposer(StatelessProposer):
     `truncate` does nothing, because `start` begins anew, whatever is reused.
     """
 
+    reads_answers = True
+
     def __init__(self, level: int = LEVEL, window: int = WINDOW, pool: int = POOL) -> None:
         assert level >= 2, level
         self._num_levels = level - 1

@@ -15,7 +15,7 @@ class ProposerWrapper(WithRuns):
     """Passes every call on to the proposer inside; a subclass extends some by way of `super()`."""
 
     def __init__(self, proposer: Proposer) -> None:
-        self.wants_features = proposer.wants_features
+        self.wants_features, self.reads_answers = proposer.wants_features, proposer.reads_answers
         self._proposer = proposer
 
     @property

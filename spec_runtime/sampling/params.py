@@ -54,6 +54,7 @@ class SamplingOptions(TypedDict, total=False):
     typical_delta: float | None
     draw_widths: tuple[int, ...] | list[int] | None
     draw_with_replacement: bool
+    thinking_budget: int | None
     response_format: Mapping[str, Any] | type | None
     logits_processor: LogitsProcessor | None
 
@@ -82,6 +83,9 @@ class SamplingParams(Checked):
     says how many at each depth (None: chains, as many as the node budget has room for), and
     draw_with_replacement how. "typical" is Medusa's rule, which does not preserve the distribution:
     it has typical_epsilon and typical_delta (None: the square root of epsilon).
+
+    thinking_budget: after this many tokens of thinking a model has to close it, so that its answer
+    follows; a model that does not think ignores it.
 
     response_format keeps the answer inside a grammar, in OpenAI's form: {"type": "json_schema",
     "json_schema": {"name": …, "schema": {…}}}, {"type": "json_object"}, {"type": "text"} (free), or
@@ -160,6 +164,9 @@ class SamplingParams(Checked):
         Option("Of rejection: children drawn at each depth", unset="chains of 4", metavar="K,K,…"),
     ] = None
     draw_with_replacement: Annotated[bool, Option("Of rejection: siblings may be equal")] = False
+    thinking_budget: Annotated[
+        int | None, Ge(0), Option("Tokens of thinking at most", unset="as many as it takes")
+    ] = None
     response_format: Mapping[str, Any] | type | None = None
     logits_processor: LogitsProcessor | None = None
 
@@ -206,8 +213,10 @@ class SamplingParams(Checked):
 
     @property
     def reads_text(self) -> bool:
-        """True if a grammar or the caller's own processor decides what may follow the text."""
-        return self.logits_processor is not None or self.grammar is not None
+        """True if a grammar, a budget of thinking or the caller's own processor decides what may
+        follow the text."""
+        is_masked = self.grammar is not None or self.thinking_budget is not None
+        return is_masked or self.logits_processor is not None
 
     @property
     def has_penalties(self) -> bool:

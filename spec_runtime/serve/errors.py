@@ -57,7 +57,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*FORMATS, "structured_outputs", "structural_tag"), _FORMAT),
     **dict.fromkeys(("system", "instructions", "system_prompt"), _SYSTEM),
     **dict.fromkeys(("prompt", "messages", "input", "content", "text", "suffix"), _PROMPT),
-    **dict.fromkeys(("think", "enable_thinking", "thinking", "thinking_budget"), _THINKING),
+    **dict.fromkeys(("think", "enable_thinking", "thinking"), _THINKING),
     **dict.fromkeys(("reasoning", "reasoning_effort"), _THINKING),
     "repeat_penalty": ("repetition_penalty",),
     **dict.fromkeys(("logprobs", "top_logprobs"), ("top_logprobs", "logprobs", "include")),

@@ -96,7 +96,8 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
         self._require_few(body.num_choices)
-        writer = ChatWriter(self.settings.name, self._texts(body))
+        content = "" if body.tool_choice in (None, "none", "auto") else None
+        writer = ChatWriter(self.settings.name, self._texts(body), content)
         reply = ChoicesReply(writer, body.stream_options)
         return await self._chat(body, request, reply, lambda: body)
 

@@ -6,7 +6,7 @@ before their children.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -118,6 +118,25 @@ class TokenTree:
             return self
         log_prob_N = None if self.log_prob_N is None else self.log_prob_N[:num_nodes]
         return TokenTree(self.token_N[:num_nodes], self.parent_N[:num_nodes], log_prob_N)
+
+    def ending_at(self, ends: Set[int]) -> TokenTree:
+        """Returns the tree without what stands below drafted nodes that carry one of these tokens.
+
+        Example: [5, 7, 8, 9] with parents [0, 0, 1, 2] and the end 7 is [5, 7].
+        """
+        tokens, parents = self.token_N.tolist(), self.parent_N.tolist()
+        if ends.isdisjoint(tokens[1:]):
+            return self
+        new_id, inner = {0: 0}, {0}
+        for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
+            if parent in inner:
+                new_id[node] = len(new_id)
+                inner |= set() if token in ends else {node}
+        kept = [*new_id]
+        parent_N = np.array([new_id[parents[node]] for node in kept], np.int64)
+        log_prob_N = None if self.log_prob_N is None else self.log_prob_N[kept]
+        draws = {new_id[node]: each for node, each in self.draws.items() if node in inner}
+        return TokenTree(self.token_N[kept], parent_N, log_prob_N, draws)
 
     @classmethod
     def root(cls, token: int) -> TokenTree:

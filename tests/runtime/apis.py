@@ -33,6 +33,7 @@ FUNCTION: Object = {"name": "look_up", "description": "Looks up.", "parameters":
 TEXTS = TokenTexts(ByteTokenizer(), frozenset())
 # What differs from one answer to the next.
 OWN = {"id", "call_id", "created", "created_at", "prompt_tokens_details", "input_tokens_details"}
+OWN |= {"timings"}
 
 
 @dataclass
@@ -146,13 +147,14 @@ class Chat(Api):
             **dict(zip(("id", "created", "model"), head, strict=True)),
             "object": self.head["object"],
             "choices": [choice],
-            "usage": last["usage"],
+            **{key: last[key] for key in ("usage", "metrics") if key in last},
         }
 
     def choice_of(self, parts: list[Any]) -> Object:
         """Returns the choice that the parts of a stream make."""
         first, *rest, last = parts
-        assert (first["delta"], last["delta"]) == (self.begun, {})
+        assert first["delta"] in (self.begun, {**self.begun, "content": None})
+        assert last["delta"] == {}
         assert {each["finish_reason"] for each in (first, *rest)} == {None}
         message: Object = {"role": "assistant", "content": "", "refusal": None}
         calls: list[Any] = []

@@ -205,7 +205,7 @@ def chunks_of(result: GenerationResult, pieces: int | list[str]) -> list[Chunk]:
         parts = tuple(reader.push(piece))
         chunks.append(Chunk(text=piece, logprobs=scores, text_ends=ends, parts=parts))
         begin = end
-    parts = tuple(reader.push("", is_end=True))
+    parts = tuple(reader.push("", is_end=True, is_cut=result.is_cut))
     none = None if result.logprobs is None else ()
     return [*chunks, Chunk(text="", logprobs=none, result=result, parts=parts)]
 

@@ -202,6 +202,27 @@ def test_ignore_eos_goes_on_and_stop_ids_do_not_care() -> None:
     assert cut == free[: free.index(free[5]) + 1]
 
 
+@pytest.mark.parametrize("drafter", ["parallelspec", "lookahead"])
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "acceptance": "rejection"}])
+def test_no_rows_are_drafted_after_an_end(drafter: str, more: dict[str, Any]) -> None:
+    """Ends that the answer does not have; lookahead reads the rows that it does not draft."""
+    options = {"max_new_tokens": 60, "ignore_eos": True, "seed": 5, **more}
+    free, steps = run(make_engine(drafter, **LOOPS), random_prompt(4), **options)
+
+    def inner(steps: list[Step]) -> list[int]:
+        trees = [step.tree for step in steps if step.tree is not None]
+        return [int(tree.token_N[node]) for tree in trees for node in tree.parent_N if node > 0]
+
+    ends = {*inner(steps)} - {*free}
+    options["stop_token_ids"] = tuple(ends)
+    again, steps_again = run(make_engine(drafter, **LOOPS), random_prompt(4), **options)
+    assert again == free or more
+    if drafter != "lookahead":
+        assert ends.isdisjoint(inner(steps_again))
+        num_rows = [sum(step.num_drafted for step in each) for each in (steps, steps_again)]
+        assert (ends and num_rows[0] > num_rows[1]) or more
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_max_tokens_is_exact(drafter: str) -> None:
     prompt = random_prompt(2)

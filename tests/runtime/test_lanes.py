@@ -93,18 +93,21 @@ def test_rules_that_accept_by_the_tree_have_whole_trees() -> None:
         (True, {"acceptance": "typical"}, True),  # which is greedy
     ],
 )
-def test_trees_stay_whole_where_tokens_may_depend_on_their_size(
+def test_trees_and_chunks_stay_whole_where_tokens_may_depend_on_their_size(
     is_exact: bool, options: dict[str, Any], are_cut: bool
 ) -> None:
     engine = toy_engine("prompt_lookup")
     engine.target.has_exact_rows = is_exact
-    batch = Batch(engine, 2)
+    batch, pause = Batch(engine, 2), Pause()
+    batch._pace.first_pause = lambda num_requests: pause  # type: ignore[method-assign]
     batch.begin(batch._lanes[0], None, engine.prepare(PROMPTS[0], **options))
     batch.turn()
     lane = batch._lanes[0]
     assert lane.cuts_trees == are_cut
+    assert lane.pacer.begins_with is (pause if are_cut else None)
     lane.limit(4, 1, is_shared=True)
-    assert lane.decoding.max_rows == (4 if are_cut else PREFILL_ROWS)
+    most = lane.decoding.max_rows, lane.decoding.chunk_rows
+    assert most == ((4, 1) if are_cut else (PREFILL_ROWS, PREFILL_ROWS))
     batch.close()
 
 

@@ -51,7 +51,9 @@ ANSWERS: dict[str, tuple[AnswerForm, str, str, str]] = {
     "gemma parameters": (CALLS, "<|tool_call>call:f{a:1", ", a:1", "}"),
     "tags": (CALLS, "<function=f><parameter=a>", "word ", "</parameter></function>"),
     "tags inside": (CALLS, '<invoke name="f"><parameter name="a">', "</parameter> ", "</invoke>"),
+    "tags begun inside": (CALLS, "<function=f><parameter=a>", "<parameter=b>", "</parameter>"),
     "tags of parameters": (CALLS, "<function=f>", "<parameter=a>1</parameter>", "</function>"),
+    "calls begun inside": (CALLS, "", "<function=f><parameter=a><parameter=b>x</parameter>", ""),
     "spaces between tags": (
         CALLS,
         "<function=f><parameter=a>1</parameter>",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,52 @@ def test_transcripts_are_read_whole_and_in_every_split(row: dict[str, Any]) -> N
     for size in (1, 3):
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
         assert read(template, pieces) == expected, size
+
+
+_ARGUMENTS = re.compile(r'(?:,\s*"(?:arguments|parameters)": )?\{"city": "Paris", "days": 3\}')
+_UNMARKED = ("Llama 3.1 to 3.3 | bare", "Apertus | by name", "DeepSeek-R1, fenced")  # stay text
+
+
+@pytest.mark.parametrize("row", TRANSCRIPTS, ids=lambda row: row["model"])
+def test_marked_calls_may_leave_their_arguments_out(row: dict[str, Any]) -> None:
+    answer, num_calls = _ARGUMENTS.subn("", row["answer"])
+    tags = row["tags"] and (HARMONY if "final" in row["tags"][1] else Tags(*row["tags"]))
+    said = answer.removeprefix(f"<think>{row['thinking']}</think>")
+    calls = [(name, value) if num_calls == 0 else (name, {}) for name, value in row["calls"]]
+    is_text = row["model"] in _UNMARKED
+    expected = row["thinking"], said if is_text else row["text"], [] if is_text else calls
+    for size in (1, 2, 3, 5, len(answer)):
+        pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
+        found = read(template_of(tags, row["family"]), pieces, streams=size < len(answer))
+        assert found == expected, size
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "reason", "calls"),
+    [
+        ("mistral", "[TOOL_CALLS]now", "stop", 1),
+        ("mistral", "[TOOL_CALLS]now", "length", 0),  # its arguments were to come
+        ("mistral", "[TOOL_CALLS]now[ARGS]", "timeout", 0),
+        ("mistral", "[TOOL_CALLS]no", "stop", 0),
+        ("mistral", "[TOOL_CALLS]now or never", "stop", 0),
+        ("mistral", "now", "stop", 0),
+        ("harmony", "<|channel|>commentary to=functions.now<|message|>", "stop", 1),
+        ("harmony", "<|channel|>commentary to=functions.now<|message|>", "length", 0),
+        ("llama3", '{"type": "function", "name": "now"}', "stop", 1),
+        ("hermes", '{"name": "now"}', "stop", 0),  # may be an answer
+        ("hermes", '<tool_call>{"name": "now"}', "length", 1),
+    ],
+)
+def test_a_call_without_arguments_has_an_end_or_is_text(
+    family: str, answer: str, reason: str, calls: int
+) -> None:
+    form = AnswerForm(family=family, tools=TOOLS)
+    ends = [*range(1, len(answer) + 1)]
+    result = GenerationResult(answer, ends, reason, Stats(), text_ends=ends, form=form)
+    assert result.tool_calls == [ToolCall("now", "{}")] * calls
+    assert result.content in ("", answer)
+    *_, last = chunks_of(result, 4)
+    assert sum(part.kind == "call" for part in last.parts) <= calls
 
 
 # ---- models' own templates ----

@@ -214,6 +214,9 @@ def test_a_call_is_forced_and_its_result_goes_back(calling: Any, api: Api, choic
     ((name, arguments),) = said.calls
     assert (name, set(arguments), said.ending) == ("look_up", {"name"}, "calls")
     assert said.text == ""
+    if api is CHAT_API:
+        begun = api.stream(calling, **api.body(90, tools=[FUNCTION], choice=choice))[0]
+        assert begun["choices"][0]["delta"] == {"role": "assistant", "content": None}
     messages = api.returned(said, "born in 1815")
     answered = api.answer(calling, messages=messages, tools=[FUNCTION])
     assert answered.text

@@ -184,6 +184,35 @@ def test_each_event_counts_the_tokens_so_far(client: Any, also_at_the_end: bool)
     assert parts[-1]["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_answer_says_what_it_took_as_other_servers_do(client: Any, path: str) -> None:
+    body = {**(BODY if path == COMPLETIONS else {"messages": HELLO}), "temperature": 0}
+    whole = post(client, path, **body)
+    timings, said = whole["timings"], whole["metrics"]["speculative_decoding"]
+    usage = whole["usage"]
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert timings["predicted_n"] == usage["completion_tokens"]
+    seconds = timings["predicted_ms"] / 1000
+    assert timings["predicted_per_second"] == pytest.approx(timings["predicted_n"] / seconds)
+    drafted, accepted = said["num_draft_tokens"], said["num_accepted_draft_tokens"]
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (drafted, accepted)
+    assert drafted >= accepted > 0
+    histogram, num_steps = said["acceptance_histogram"], said["num_spec_steps"]
+    assert len(histogram) == said["num_spec_tokens"] + 1
+    assert sum(histogram) == num_steps
+    assert sum(number * count for number, count in enumerate(histogram)) == accepted
+    assert said["mean_acceptance_length"] == 1 + accepted / num_steps
+    assert said["draft_acceptance_rate"] == accepted / drafted
+    *_, last, _ = stream(client, path, **body, stream_options={"include_usage": True})
+    assert last["metrics"] == whole["metrics"]
+    assert last["timings"].keys() == timings.keys()
+    *_, last, _ = stream(client, path, **body)
+    assert last["choices"][0]["finish_reason"]
+    assert last["timings"]["draft_n"] == drafted
+    assert not {"timings", "metrics"} & post(client, path, **body, n=2).keys()
+
+
 def test_cached_tokens_are_those_of_all_prompts() -> None:
     with in_process() as client:
         counts = []

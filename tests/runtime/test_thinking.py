@@ -30,7 +30,7 @@ from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.messages import plain_message
 from spec_runtime.dialogue.reader import Part, ResponseReader, joined
 from spec_runtime.dialogue.response_template import HARMONY, Tags, tags_of, template_of
-from spec_runtime.dialogue.thinking_matcher import ThinkingMatcher, ThinkingTokens
+from spec_runtime.dialogue.thinking_matcher import AnyText, ThinkingMatcher, ThinkingTokens
 from spec_runtime.dialogue.tools import ToolCall
 from spec_runtime.loop.answer import AnswerForm, form_of
 from spec_runtime.loop.result import Piece
@@ -392,6 +392,124 @@ def test_template_kwargs_are_an_object() -> None:
     assert template_kwargs('{"enable_thinking": false}') == {"enable_thinking": False}
     with pytest.raises(ValueError, match=r"got --template-kwargs no .*, expected a JSON object"):
         template_kwargs("no")
+
+
+# ---- budgets ----
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "ending"),
+    [
+        (R1, "", "</think>"),
+        (QWEN3, "<think>", "</think>"),
+        (CHANNELS, ANALYSIS, f"<|end|><|start|>assistant{FINAL}"),
+    ],
+)
+@pytest.mark.parametrize("budget", [0, 9])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}])
+def test_a_budget_closes_the_thinking(
+    template: str, before: str, ending: str, budget: int, sampling: dict[str, Any]
+) -> None:
+    """Of a model that would never close it by itself, with drafts as without."""
+    names = sorted({f"<{each}>" for each in re.findall(r"<([^<>]+)>", template)})
+    codec = BpeTokenizer(ChatTemplate(template), dict.fromkeys(names, False))
+    begun, closing = (codec.encode(each, special_tokens=False) for each in (before, ending))
+    marks = [token for name in names for token in codec.encode(name, special_tokens=False)]
+
+    options: dict[str, Any]
+    for options in ({}, {"response_format": FORMAT}):
+        found = []
+        for drafter in ("none", "parallelspec", "prompt_lookup"):
+            engine = make_engine(
+                drafter, vocab_size=codec.vocab_size, max_length=600, tokenizer=codec
+            )
+            length = len(engine.encode(HELLO))
+
+            def think(tokens: Any, logits_V: Any, length: int = length) -> Any:
+                logits_V[marks] = -1000
+                if len(tokens) - length < len(begun):
+                    logits_V[begun[len(tokens) - length]] = 1000
+                return logits_V
+
+            more = {"max_new_tokens": 120, "thinking_budget": budget, "logits_processor": think}
+            found.append(engine.generate(HELLO, **sampling, **options, **more))
+        result, ids = found[0], found[0].token_ids
+        assert all(each.token_ids == ids for each in found)
+        at = max(len(begun), budget + bool(before))
+        assert ids[: len(begun)] == begun
+        assert ids[at : at + len(closing)] == closing
+        assert len(result.reasoning) > 0 or budget == 0
+        assert result.content
+        if options:
+            assert set(json.loads(result.content)) == {"name"}
+
+
+def test_a_budget_leaves_calls_and_answers_alone() -> None:
+    """1 opens messages, [1, 2, 3] those of thinking and [1, 4, 3] the last one; 5 ends them."""
+    tokens = ThinkingTokens(1, [1, 4, 3], (), [5, 1, 4, 3], [1, 2, 3])
+    for read, due in (
+        ([], []),
+        ([1, 2, 3, 7], []),
+        ([1, 2, 3, 7, 7], [5, 1, 4, 3]),
+        ([1, 2, 3, 7, 7, 5], [1, 4, 3]),
+        ([1, 2, 3, 7, 5, 1], [4, 3]),  # as it begins by itself
+        ([1, 6, 3, 7, 7, 7, 7], []),  # a call
+        ([1, 2, 3, 5, 6, 6, 7, 7], []),  # what no head of thinking follows
+        ([1, 2, 3, 5, 1, 4, 3, 7, 7, 7], []),
+        ([7, 7, 7, 7, 7], []),
+    ):
+        matcher = ThinkingMatcher(AnyText(8), tokens, [], 8, budget=4)
+        assert all(map(matcher.advance, read)), read
+        assert matcher.forced(9) == due
+        assert np.flatnonzero(matcher.allowed()).tolist() == (due[:1] or [*range(8)])
+        assert not due or not matcher.advance(7)
+
+
+BUDGETS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"thinking_budget": 5}),
+    (CHAT, {"thinking_token_budget": 5}),
+    (CHAT, {"reasoning": {"max_tokens": 5}}),
+    (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    (RESPONSES, {"reasoning": {"max_tokens": 5}}),
+    (RESPONSES, {"thinking_budget": 5}),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BUDGETS)
+def test_every_api_has_a_budget(path: str, body: dict[str, Any]) -> None:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    asked: dict[str, Any] = {"input": "hello", "messages": HELLO}
+    del asked["messages" if path == RESPONSES else "input"]
+    asked |= {limit: 40, "temperature": 0, "seed": 1}
+    codec = BpeTokenizer(None, {"<think>": False, "</think>": False})
+    opening, closing = codec.encode("<think></think>", special_tokens=False)
+    with in_process(thinking_engine(R1)) as client:
+        asked["logit_bias"] = {str(opening): -100, str(closing): -100}
+        free, held = (post(client, path, **asked, **each) for each in ({}, body))
+        bad = client.post(path, json={**asked, **json.loads(json.dumps(body).replace("5", "-1"))})
+        assert bad.status_code == 400
+        assert "-1" in bad.json()["error"]["message"]
+
+    def said(answer: Any) -> str:
+        if path == CHAT:
+            return str(answer["choices"][0]["message"]["content"])
+        blocks = answer["output"][-1].get("content", ()) if path == RESPONSES else answer["content"]
+        return "".join(each.get("text", "") for each in blocks if each["type"] != "thinking")
+
+    assert len(said(held)) > 0
+    if path != MESSAGES:  # which does not tell
+        details = {CHAT: "completion_tokens_details", RESPONSES: "output_tokens_details"}[path]
+        found = [each["usage"][details]["reasoning_tokens"] for each in (free, held)]
+        assert found == [40, 6]
+
+
+def test_a_model_that_does_not_think_ignores_a_budget() -> None:
+    engine = make_engine("parallelspec")
+    found = [
+        engine.generate([1, 2, 3], max_new_tokens=20, thinking_budget=each) for each in (None, 3)
+    ]
+    assert found[0].token_ids == found[1].token_ids
 
 
 # ---- variables of the template ----

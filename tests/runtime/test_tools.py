@@ -154,7 +154,9 @@ def test_every_familys_call_is_read(text: str) -> None:
         assert pieces == len(calls) * [*(PARIS.arguments_json if is_json else PARAMETERS)]
     assert parse_calls(said, "hermes", offered[1:]) == (said, [])
     for end in range(said.rindex("3") + 1):
-        assert parse_calls(said[:end], "hermes", offered) == (said[:end], []), end
+        reader = ResponseReader(template_of(None, "hermes"), offered, streams=False)
+        parts = reader.push(said[:end], is_end=True, is_cut=True)
+        assert joined(parts) == (said[:end], []), end
 
 
 OPTIONAL = {"type": ["string", "null"]}
@@ -168,6 +170,13 @@ OPTIONAL = {"type": ["string", "null"]}
         ({"type": "integer"}, "5", 5),
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "TRUE", True),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "number"}, "5.5", 5.5),
+        ({"type": ["null", "boolean"]}, "NULL", None),
+        ({"type": ["string", "boolean"]}, "TRUE", "TRUE"),
+        ({}, "TRUE", "TRUE"),
         ({"type": "array"}, '["a", 1]', ["a", 1]),
         ({"type": "object"}, "{no", "{no"),
         ({"type": "array"}, "['a', None]", ["a", None]),
@@ -184,6 +193,9 @@ OPTIONAL = {"type": ["string", "null"]}
         ({"const": 1}, "1", 1),
         ({"$ref": "#/$defs/Id"}, "7", "7"),
         ({"$ref": "#/$defs/a~1b"}, "7", "7"),
+        ({"allOf": [{"$ref": "#/$defs/Id"}]}, "7", "7"),
+        ({"allOf": [{"minLength": 1}, OPTIONAL]}, "7", "7"),
+        ({"allOf": [{}]}, "7", 7),
         ({"$ref": "#/$defs/Loop"}, "7", 7),
     ],
 )
@@ -197,6 +209,52 @@ def test_parameters_are_read_by_their_schema(schema: Any, text: str, value: Any)
         answer, "hermes", [{"function": {"name": "f", "parameters": parameters}}]
     )
     assert (content, call.name, json.loads(call.arguments_json)) == ("", "f", {"v": value})
+
+
+XML = '<parameter name="a">1</parameter>\n<parameter name="b">\n</parameter>'
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("qwen", "<parameter=b>\n1\n</parameter>\n<parameter=c>\n2\n</parameter>\n</function>"),
+        (
+            "qwen",
+            "<parameter=b>\n<parameter=c>\n2\n</parameter>\n</parameter>\n<parameter=d>3</parameter>",
+        ),
+        ("qwen", "its <parameter=b> is never closed"),
+        ("qwen", "<parameter=b>\n<parameter=c>\n2\n</parameter>"),
+        ("qwen", "a </parameter> b"),
+        ("glm", "<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("minimax", f"<config>{XML}</config>\n{XML}\n</invoke>"),
+        (
+            "deepseek",
+            '<｜DSML｜parameter name="b" string="true">1</｜DSML｜parameter></｜DSML｜invoke>',
+        ),
+    ],
+)
+def test_values_may_hold_calls(form: str, value: str) -> None:
+    """Whole, and in pieces; text and a second call come after it."""
+    begin, between, end = {
+        "qwen": ("<function=f>\n<parameter={}>\n", "\n</parameter>\n", "</function>"),
+        "glm": ("<tool_call>f\n<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+        "minimax": ('<invoke name="f"><parameter name="{}">', "</parameter>", "</invoke>"),
+        "deepseek": (
+            '<｜DSML｜invoke name="f"><｜DSML｜parameter name="{}" string="true">',
+            *("</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+        ),
+    }[form]
+    head, opening = re.fullmatch(r"(.*f(?:>|\">|)\n?)(<.*)", begin, re.DOTALL).groups()  # type: ignore[union-attr]
+    tail = f"{opening.format('n')}7{between}{end}"
+    answer = f"{begin.format('a')}{value}{between}{tail} So.\n{head}{tail}"
+    properties = {"a": {"type": "string"}, "n": {"type": "integer"}}
+    offered = tool({"properties": properties})
+    expected = [{"a": value, "n": 7}, {"n": 7}]
+    for size in (1, 7, len(answer)):
+        parts, last = parts_of(CallReader("hermes", offered), answer, size)
+        content, calls = joined(parts + last)
+        assert [json.loads(call.arguments_json) for call in calls] == expected, size
+        assert content == "So."
 
 
 QUOTED = '<|"|>it\'s "so, then}"<|"|>'
@@ -335,7 +393,7 @@ def test_broken_calls_stay_text(family: str) -> None:
         "Hello.",
         '{"name": 3, "arguments": {}}',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "f"}</tool_call>',
+        '<tool_call>{"name": "f"',
         '[TOOL_CALLS][{"name": "f", "arguments": "no JSON"}]',
         "<tool_call>" * 50 + "[" * 3000,
         "functools" + "[" * 100_000,

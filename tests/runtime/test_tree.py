@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,18 @@ def test_structure() -> None:
     assert EXAMPLE.child(0, 9) is None
     assert EXAMPLE.path(6) == [0, 1, 3, 6]
     assert EXAMPLE.path(0) == [0]
+
+
+def test_a_tree_that_ends_at_some_tokens() -> None:
+    assert EXAMPLE.ending_at({3, 5}) is EXAMPLE  # the root is no end
+    ended = EXAMPLE.ending_at({9})
+    assert ended.token_N.tolist() == [5, 7, 8, 9, 6, 9]
+    assert ended.parent_N.tolist() == [0, 0, 0, 1, 1, 2]
+    draws: Any = {node: f"{node}" for node in range(4)}
+    drawn = replace(EXAMPLE, draws=draws, log_prob_N=np.arange(7.0))
+    ended = drawn.ending_at({7})
+    assert (ended.token_N.tolist(), ended.parent_N.tolist()) == ([5, 7, 8, 9], [0, 0, 0, 2])
+    assert (ended.draws, known(ended.log_prob_N).tolist()) == ({0: "0", 2: "2"}, [0, 1, 2, 5])
 
 
 def test_ancestor_mask_of_a_tree() -> None:

@@ -108,12 +108,13 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Says whether the model thinks before it answers; further keys, such as a budget, change
+    """Says whether the model thinks before it answers; further keys, such as `display`, change
     nothing."""
 
     model_config = ConfigDict(extra="allow")
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[Whole, Ge(0)] | None = None
 
 
 class OutputConfig(BaseModel):
@@ -248,8 +249,10 @@ class MessagesRequest(CountRequest):
     diagnostics: Object | None = None
 
     def _said(self) -> Object:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
         return {
             **sampling_of(self),
+            **({} if budget is None else {"thinking_budget": budget}),
             "max_tokens": self.max_tokens,
             "stream": self.stream,
             "drafter": self.drafter,

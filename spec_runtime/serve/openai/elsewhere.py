@@ -46,9 +46,13 @@ FORMATS = {
 }
 
 
+BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
+
+
 def as_ours(body: Object) -> Object:
     """Returns a request's body in which what other servers call differently has our names: formats
-    of answers, and choices of tools. What is not rewritten is refused or ignored as ever."""
+    of answers, budgets of thinking, and choices of tools. What is not rewritten is refused or
+    ignored as ever."""
     ours = dict(body)
     if ours.get("response_format") is None:
         for name in (*FORMATS, "structured_outputs"):
@@ -56,6 +60,14 @@ def as_ours(body: Object) -> Object:
                 ours["response_format"] = made
                 del ours[name]
                 break
+    for name, key in (("reasoning", "max_tokens"), ("thinking", "budget_tokens")):
+        if isinstance(said := ours.get(name), dict) and key in said:
+            ours.setdefault("thinking_budget", said[key])
+            rest = {each: value for each, value in said.items() if each != key}
+            ours[name] = {} if rest in ({"type": "enabled"}, {"enabled": True}) else rest
+    for name in BUDGETS:
+        if name in ours:
+            ours.setdefault("thinking_budget", ours.pop(name))
     format = ours.get("response_format")
     if isinstance(format, dict) and format.get("type") == "json_object" and "schema" in format:
         ours["response_format"] = _schema(format["schema"])

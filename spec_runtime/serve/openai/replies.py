@@ -7,12 +7,14 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
 from spec_runtime.dialogue.reader import ResponseReader, joined
 from spec_runtime.dialogue.stream import REPLACEMENT, TextStream
 from spec_runtime.loop.answer import AnswerForm
+from spec_runtime.loop.stats import ratio
 from spec_runtime.serve.threads import SMALL
 from spec_runtime.text.tokenizer import Codec
 
@@ -39,6 +41,43 @@ def counted(prompt: int, completion: int) -> Object:
     """Returns the object `usage` of so many tokens."""
     total = prompt + completion
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+
+
+def measured(results: Sequence[GenerationResult]) -> Object:
+    """Returns what an answer took, `timings` in llama.cpp's form and `metrics` in vLLM's; nothing
+    of several answers. Steps without drafted tokens are in no figure of drafting."""
+    if len(results) != 1:
+        return {}
+    stats, predicted = results[0].stats, len(results[0].token_ids)
+    accepts = stats.depth_accepts
+    num_accepted, num_steps = sum(accepts), stats.drafted_steps
+    at_least = [num_steps, *accepts, 0]  # steps that accepted so many tokens or more
+    timings = {
+        "cache_n": stats.reused_tokens,
+        **_timed("prompt", stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds),
+        **_timed("predicted", predicted, stats.decode_seconds),
+        "draft_n": stats.drafted_tokens,
+        "draft_n_accepted": num_accepted,
+    }
+    drafting = {
+        "mean_acceptance_length": stats.drafted_length,
+        "draft_acceptance_rate": ratio(num_accepted, stats.drafted_tokens),
+        "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": stats.drafted_tokens,
+        "num_spec_tokens": len(accepts),
+    }
+    return {"timings": timings, "metrics": {"speculative_decoding": drafting}}
+
+
+def _timed(name: str, number: int, seconds: float) -> Object:
+    return {
+        f"{name}_n": number,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * ratio(seconds, number),
+        f"{name}_per_second": ratio(number, seconds),
+    }
 
 
 @dataclass(frozen=True)
@@ -98,7 +137,8 @@ class ShownParts:
         is_last = chunk.result is not None
         if self._reader is None:
             self._reader = form.reader(streams=not (is_last and chunk.token_ids))
-        parts = self._reader.push(chunk.text, is_last, chunk.token_ids, chunk.text_ends)
+        is_cut = chunk.result is not None and chunk.result.is_cut
+        parts = self._reader.push(chunk.text, is_last, chunk.token_ids, chunk.text_ends, is_cut)
         self._waiting.extend(self._tokens.take(chunk))
         for part, span in zip(parts, self._reader.spans, strict=True):
             self._last = part.kind
@@ -118,16 +158,13 @@ class ShownParts:
 
 def whole_chunk(result: GenerationResult) -> Chunk:
     """Returns a whole answer as one chunk, of whose calls none is cut."""
-    parts = result.form.reader(streams=False).push(
-        result.text, True, result.token_ids, result.text_ends
-    )
     return Chunk(
         text=result.text,
         token_ids=tuple(result.token_ids),
         logprobs=None if result.logprobs is None else tuple(result.logprobs),
         text_ends=tuple(result.text_ends),
         result=result,
-        parts=tuple(parts),
+        parts=tuple(result.parts(streams=False)),
     )
 
 
@@ -233,11 +270,8 @@ def finish_reason(result: GenerationResult) -> str:
 def ends_in_calls(result: GenerationResult) -> bool:
     """Says whether an answer has calls, and all that a stream of it shows are whole: one that is
     cut, or has arguments that are no JSON, is no call of the result."""
-    if not result.tool_calls:
-        return False
-    reader = result.form.reader()
-    parts = reader.push(result.text, True, result.token_ids, result.text_ends)
-    return joined(parts)[1] == result.tool_calls
+    calls = result.tool_calls
+    return bool(calls) and joined(result.parts(streams=True))[1] == calls
 
 
 class Heading:
@@ -249,9 +283,9 @@ class Heading:
         self._created = int(time.time())
         self._whole, self._part, self._model = whole, part, model
 
-    def reply(self, choices: list[Object], usage: Object) -> Object:
+    def reply(self, choices: list[Object], **more: Any) -> Object:
         """Returns a whole reply."""
-        return {**self._head(self._whole), "choices": choices, "usage": usage}
+        return {**self._head(self._whole), "choices": choices, **more}
 
     def chunk(self, *choices: Object, **more: Any) -> Object:
         """Returns one chunk of a stream."""

@@ -20,6 +20,7 @@ from spec_runtime.serve.openai.replies import (
     counted,
     ends_in_calls,
     finish_reason,
+    measured,
     usage,
     whole_chunk,
 )
@@ -72,7 +73,8 @@ class ChoicesReply:
 
     def whole(self, results: Sequence[GenerationResult]) -> Object:
         choices = [self._writer.whole(index, result) for index, result in enumerate(results)]
-        return self._writer.heading.reply(choices, usage(results, self._num_prompts))
+        told = usage(results, self._num_prompts)
+        return self._writer.heading.reply(choices, usage=told, **measured(results))
 
     def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
         more: Object = {"usage": None} if self._options.include_usage else {}
@@ -80,29 +82,32 @@ class ChoicesReply:
         if self._options.continuous_usage_stats:
             more["usage"] = counted(answers.prompt_tokens, self._num_tokens)
         for choice in self._writer.parts(index, chunk, answers.form):
+            if choice["finish_reason"] and chunk.result and not self._options.include_usage:
+                more["timings"] = measured([chunk.result])["timings"]
             yield event_of(self._writer.heading.chunk(choice, **more))
 
     def last_events(self, answers: Answers) -> Iterator[str]:
         """Yields the usage, if it is asked for, and OpenAI's last event, [DONE]."""
         if self._options.include_usage:
             told = usage(answers.results, self._num_prompts)
-            yield event_of(self._writer.heading.chunk(usage=told))
+            yield event_of(self._writer.heading.chunk(usage=told, **measured(answers.results)))
         yield "data: [DONE]\n\n"
 
 
 class ChatWriter:
-    """Writes choices of /v1/chat/completions."""
+    """Writes choices of /v1/chat/completions; `content` is what a stream's begins with, None where
+    a call is forced."""
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
+    def __init__(self, model: str, texts: TokenTexts, content: str | None = "") -> None:
         self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
-        self._texts = texts
+        self._texts, self._content = texts, content
         self._num_calls: dict[int, int] = {}  # of each choice that has begun
         self._shown: dict[int, ShownParts] = defaultdict(self._parts_of_choice)
 
     def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
         if index not in self._num_calls:
             self._num_calls[index] = 0
-            yield self._part(index, {"role": "assistant", "content": ""})
+            yield self._part(index, {"role": "assistant", "content": self._content})
         for part, shown in self._shown[index].push(chunk, form):
             logprobs = self._texts.chat(shown) if shown else None
             yield self._part(index, self._delta(index, part), logprobs)

@@ -63,6 +63,7 @@ class ReasoningConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     effort: str | None = None
+    max_tokens: Annotated[Whole, Ge(0)] | None = None  # of thinking, as others have it
     summary: str | None = None
 
 
@@ -145,6 +146,11 @@ class ResponsesRequest(Tolerant):
         return None if self.text is None else self.text.format
 
     @property
+    def _budget(self) -> Object:
+        budget = None if self.reasoning is None else self.reasoning.max_tokens
+        return {} if budget is None else {"thinking_budget": budget}
+
+    @property
     def items(self) -> list[Object]:
         """Returns what this request adds to the conversation."""
         if isinstance(self.input, str):
@@ -189,7 +195,7 @@ class ResponsesRequest(Tolerant):
             response_format=None if format is None else _response_format(format),
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
-            **sampling_of(self),
+            **sampling_of(self) | self._budget,
         )
 
     def repeated(self) -> Object:
