@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from spec_runtime.cli import boundary, completion
-from spec_runtime.cli.terminal import visible
+from spec_runtime.cli.terminal import note
 
 VERBS = ("generate", "chat", "serve", "bench", "audit", "tune", "show", "pull", "push")
 
@@ -112,8 +112,9 @@ def version() -> str:
 
 
 class _OneLine(logging.Formatter):
-    """Makes one line of a warning or note, which begins anew wherever the streamed text stands."""
+    """Makes one line of a warning or note, which begins anew wherever the streamed text stands and
+    is broken between words at a terminal's edge."""
 
     def format(self, record: logging.LogRecord) -> str:
         kind = "warning" if record.levelno >= logging.WARNING else "note"
-        return f"\n{kind}: {visible(record.getMessage())}"
+        return "\n" + note(f"{kind}: {record.getMessage()}")

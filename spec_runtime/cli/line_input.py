@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spec_runtime.cli import options
-from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.cli.terminal import note
 from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install
 
@@ -125,7 +125,7 @@ def _open_history() -> "History | None":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"warning: no history is kept: {visible(error)}", soft_wrap=True)
+        print(note(f"warning: no history is kept: {error}"), file=sys.stderr)
         return None
     return FileHistory(path)
 

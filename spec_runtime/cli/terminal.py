@@ -4,11 +4,15 @@ Names, categories and texts come from manifests, prompt files and models, whose 
 have put anything into them.
 """
 
+import re
+import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.console
 from rich import box
+from rich.cells import cell_len
 
 if TYPE_CHECKING:
     from spec_runtime import Chunk
@@ -32,6 +36,17 @@ def visible(data: object) -> str:
     'red \\x1b[31m'
     """
     return str(data).translate(_ESCAPES)
+
+
+def note(text: str, indent: int = 0) -> str:
+    """Returns a line for standard error with visible control characters. A terminal gets it broken
+    between words, from the second line on with an indent."""
+    text = visible(text)
+    if not sys.stderr.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    indented = " " * min(indent, columns // 2)
+    return textwrap.fill(text, columns, subsequent_indent=indented, break_on_hyphens=False)
 
 
 def streamed(text: str, to: TextIO | None = None) -> str:
@@ -61,6 +76,61 @@ class Console(rich.console.Console):
         self.quiet = True
 
 
+class WordStream:
+    """Prints generated text as it comes, and cuts no word at a terminal's edge: a word within a
+    line waits until it is whole, or too long for the line. A file or a pipe gets all at once."""
+
+    def __init__(self, is_error: bool = False) -> None:
+        self._console = Console(stderr=is_error)
+        self._column = 0
+        self._held: list[tuple[str, str]] = []  # a word's parts and their styles
+        self._is_in_word = False  # some of it is printed
+
+    def print(self, text: str, style: str = "") -> None:
+        """Prints a piece of text, but for the word at its end, which a blank releases."""
+        file = self._console.file
+        text = streamed(text, file)
+        if not file.isatty():
+            self._write(text, style)
+            return
+        columns = shutil.get_terminal_size().columns
+        for part in re.findall(r"\S+|\s", text):
+            if not part.isspace():
+                self._held.append((part, style))
+                room = columns - self._column - sum(cell_len(each) for each, _ in self._held)
+                if room < 0 or not self._column or self._is_in_word:
+                    self._release(columns)
+                continue
+            self._release(columns)
+            self._is_in_word = False
+            if part == "\n":
+                self._column = 0
+            elif self._column < columns:
+                self._column += 8 - self._column % 8 if part == "\t" else 1
+            else:
+                continue  # the line's end stands for the blank
+            self._write(part, style)
+
+    def _release(self, columns: int) -> None:
+        width = sum(cell_len(part) for part, _ in self._held)
+        if width and not self._is_in_word and self._column and self._column + width > columns:
+            self._write("\n", "")
+            self._column = 0
+        for part, style in self._held:
+            self._write(part, style)
+        self._column += width
+        if self._column > columns:  # of a word longer than a line
+            self._column %= columns
+        self._is_in_word = True
+        self._held = []
+
+    def _write(self, text: str, style: str) -> None:
+        if style:
+            self._console.print(text, end="", style=style, soft_wrap=True)
+        else:
+            print(text, end="", file=self._console.file, flush=True)
+
+
 # The colours of tokens by depth: the target's own, the first guess, the second, and so on.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta")
 
@@ -75,7 +145,7 @@ class AnswerPrinter:
 
     def __init__(self, is_coloured: bool = False) -> None:
         self._is_coloured = is_coloured
-        self._console = Console(stderr=not is_coloured)
+        self._answer, self._thinking = WordStream(), WordStream(is_error=True)
         self._is_thinking = False  # it was printed last
 
     def print(self, chunk: "Chunk") -> None:
@@ -83,20 +153,19 @@ class AnswerPrinter:
         if self._is_coloured:
             for piece in chunk.pieces:
                 style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
-                self._console.print(streamed(piece.text), end="", style=style, soft_wrap=True)
+                self._answer.print(piece.text, style)
             return
         for part in chunk.parts:
             if part.kind == "thinking":
-                text = streamed(part.text, sys.stderr)
-                self._console.print(text, end="", style="dim", soft_wrap=True)
+                self._thinking.print(part.text, "dim")
             else:
                 if self._is_thinking:
-                    print("\n", file=sys.stderr, flush=True)
-                print(streamed(part.text), end="", flush=True)
+                    self._thinking.print("\n\n")
+                self._answer.print(part.text)
             self._is_thinking = part.kind == "thinking"
 
     def end(self, mark: str = "") -> None:
         """Ends the answer's last line, on whose end a mark may stand."""
         if self._is_thinking:
-            print(file=sys.stderr, flush=True)
-        print(mark, flush=True)
+            self._thinking.print("\n")
+        self._answer.print(f"{mark}\n")

@@ -13,7 +13,7 @@ WINDOWS = {
     "desktop": (1280, 900, "light"),
     "desktop-dark": (1280, 900, "dark"),
     "phone": (390, 844, "dark"),
-    "phone-light": (390, 844, "light"),
+    "phone-small": (375, 667, "light"),
 }
 
 
@@ -44,6 +44,7 @@ def visit(browser: Any, url: str, window: str, prompt: str, tokens: int) -> Visi
     page = browser.new_page(
         viewport=viewport,
         color_scheme=scheme,
+        reduced_motion="reduce",
         has_touch=has_touch,
         permissions=["clipboard-read", "clipboard-write"],
     )
@@ -70,6 +71,9 @@ def visit(browser: Any, url: str, window: str, prompt: str, tokens: int) -> Visi
     for text in (FIRST, prompt):
         run(text)
         wait(page)
+        top = page.evaluate("document.getElementById('plain').getBoundingClientRect().top")
+        if has_touch and not 0 <= top < height / 2:
+            faults.append(f"the second answer begins {top} pixels below the window's top")
     if has_touch:
         page.tap("#numbers")
     result = page.inner_text("#result") or page.inner_text("#error")

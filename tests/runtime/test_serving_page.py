@@ -19,6 +19,7 @@ from test_serving_models import shelved
 from toy_backend import ByteTokenizer
 
 from spec_runtime.loop.step import Step
+from spec_runtime.serve import page
 from spec_runtime.serve.page import PageRequest, page_html, shown_tree
 from spec_runtime.trees.tree import TokenTree
 
@@ -33,7 +34,7 @@ def answer(client: Any, **body: Any) -> tuple[list[Any], Any]:
     """Returns the pieces of an answer, and its last event."""
     found = events(client.post("/page/answer", json=body).text)
     tokens = sum(event.get("tokens", 0) for event in found)
-    assert tokens == len(found[-1]["result"]["token_ids"]) == body["max_tokens"]
+    assert tokens == len(found[-1]["result"]["token_ids"]) <= body["max_tokens"]
     return [piece for event in found for piece in event.get("pieces", ())], found[-1]
 
 
@@ -80,6 +81,55 @@ def test_the_pieces_are_the_answer_with_its_depths(client: Any) -> None:
     assert result["token_ids"] == expected.token_ids
     assert result["prompt_ids"] == toy_engine().encode("hello")
     assert last["tree"]["title"].startswith("The last step of parallelspec: ")
+
+
+def test_the_page_is_told_what_the_text_hides_and_who_else_was_at_work(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter([(5.0, 100.0), (30.0, 200.0)])
+    monkeypatch.setattr(page, "cpu_ticks", lambda: next(ticks))
+    body = {"messages": HELLO, "max_tokens": 60, "temperature": 2.0, "seed": 23}
+    pieces, last = answer(client, **body)
+    expected = toy_engine().generate("hello", max_new_tokens=60, temperature=2.0, seed=23)
+    assert expected.finish_reason == "stop"
+    assert "".join(piece[0] for piece in pieces) == expected.text
+    assert [piece[2] for piece in pieces if len(piece) > 2] == ["<eos>"]
+    assert last["result"]["names"] == {"257": "<eos>"}
+    assert last["result"]["busy"] == "while other programs used 25% of the CPUs"
+
+
+# The page's script without a browser: whatever it looks for is there, and takes all that it gets.
+SCRIPT = r"""
+const thing = new Proxy(function () {}, {
+  get: (_, name) => name === Symbol.toPrimitive ? () => "x" : thing,
+  apply: () => thing, construct: () => thing, set: () => true,
+});
+const document = thing, addEventListener = thing, location = {href: "http://x/"}, URL = thing, fetch = thing;
+PAGE
+(async () => {
+  const data = new TextEncoder().encode(': ping\n\ndata: {"a": "é: x"}\n\n: ping\n\ndata: {"b": 1}\n\n');
+  const body = new ReadableStream({start(to) { for (const byte of data) to.enqueue(Uint8Array.of(byte)); to.close(); }});
+  const found = [];
+  for await (const event of events({body})) found.push(event);
+  const one = (count, rate, busy = "") => ({tokens_per_second: rate, token_ids: Array(count).fill(0), busy});
+  const said = [[one(60, 30), one(60, 20)], [one(7, 9), one(60, 25)], [one(60, 9), one(60, 25, "while it rained")]];
+  console.log(JSON.stringify([found, said.map(([a, b]) => speeds(a, b, "noon"))]));
+})();
+"""
+
+
+def test_the_page_skips_pings_and_compares_only_what_it_can() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("node is not installed, which runs the page's script")
+    (script,) = re.findall("<script>(.*)</script>", page_html(), re.DOTALL)
+    found, said = json.loads(printed_by(node, SCRIPT.replace("PAGE", script), "-e"))
+    assert found == [{"a": "é: x"}, {"b": 1}]
+    rates = "{} tokens/s with the drafter and {} without, over {} and 60 tokens at noon"
+    assert said == [
+        rates.format("30.0", "20.0", 60) + ": 1.50 times as fast; ",
+        rates.format("9.0", "25.0", 7) + ", too few to compare; ",
+        rates.format("9.0", "25.0", 60) + ", while it rained; ",
+    ]
 
 
 def test_the_page_goes_on_with_a_conversation(client: Any) -> None:
@@ -143,15 +193,15 @@ def test_a_step_is_shown_with_the_text_of_its_tokens() -> None:
     shown = shown_tree(ByteTokenizer(), "medusa", tree, step)
     assert shown["title"] == "The last step of medusa: 2 drafted, 1 accepted, 2 committed"
     nodes = [(0, "root", "a"), (0, "accepted", "␣"), (1, "refused", "<")]
-    assert shown["nodes"] == [*nodes, (1, "bonus", "(end)")], "the EOS has no text of its own"
+    assert shown["nodes"] == [*nodes, (1, "bonus", "<eos>")], "it has no text of its own"
     cut = Step([ord(" ")], num_accepted=1, path=[0])
     assert shown_tree(ByteTokenizer(), "medusa", tree, cut)["nodes"] == nodes
 
 
-def printed_by(interpreter: str, program: str) -> str:
+def printed_by(interpreter: str, program: str, flag: str = "-c") -> str:
     """Returns what a program prints on standard output."""
     return subprocess.run(
-        [interpreter, "-c", program], stdout=subprocess.PIPE, text=True, check=True
+        [interpreter, flag, program], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
 
@@ -189,7 +239,7 @@ def test_the_page_asks_for_a_key_and_offers_models(browser: Any) -> None:
         page.fill("#key", "secret")
         page.press("#key", "Tab")
         page.wait_for_selector("#models")
-        assert page.locator("#models option").all_inner_texts() == ["letters", "bytes"]
+        assert page.locator("#models option").all_inner_texts() == ["letters", "bytes", "other"]
         page.select_option("#models", "bytes")
         page.fill("#most", "9")
         page.click("#run")
