@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from screen import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, Screen, screen
 from small import CONTEXT, Run, toy_engine
 
 import spec_runtime
-from spec_runtime import Engine
+from spec_runtime import Chunk, Engine
+from spec_runtime.cli import _OneLine, line_input, messages
 from spec_runtime.cli import chat as chat_command
-from spec_runtime.cli import line_input, messages
+from spec_runtime.cli.terminal import AnswerPrinter
 from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.reader import Part
 from spec_runtime.errors import UserError
 
 TESTS = Path(__file__).parent
@@ -216,6 +220,13 @@ def test_an_answer_is_taken_back_and_given_anew(say: Say) -> None:
     assert int(left) == CONTEXT - template - 6
 
 
+def test_commands_help_who_has_said_nothing_yet(say: Say) -> None:
+    _, err = say("/retry", "/help /save", "/help")
+    assert "error: got no message so far, expected one to answer anew; type it first" in err
+    assert err.count("/save FILE") == 2
+    assert err.count("// in front sends") == err.count("/undo ") == 1, "of one command one line"
+
+
 def test_a_message_stays_if_it_gets_no_other_answer(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +295,7 @@ def test_a_drafter_is_chosen_and_changes_no_token(say: Say) -> None:
         ("/temperature hot", "got temperature 'hot', expected a number"),
         ("/temperature -1", "got temperature -1.0, expected 0 or more"),
         ("/reset now", "got /reset 'now', expected nothing after it"),
+        ("/help saev", "got command /saev, expected /save, or another of /help, "),
         ("/load", "got /load without anything, expected /load FILE"),
         ("/load nowhere.json", "No such file or directory: 'nowhere.json'"),
         ("/load broken.json", "broken.json: got no JSON ("),
@@ -325,15 +337,46 @@ def test_text_that_begins_with_a_slash_is_text(say: Say, monkeypatch: pytest.Mon
     assert seen == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
 
 
-def test_notes_on_a_narrow_terminal_break_between_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+WARNING = logging.makeLogRecord({"levelno": logging.WARNING, "msg": "its weights are wrong"})
+SAID = "one two three\n\tsix 一二三四五六七八九十一二 s"
+
+
+@pytest.mark.parametrize(
+    ("columns", "notes", "said"),
+    [
+        (0, "/help  list these now\n\nwarning: its weights are wrong\n", SAID),
+        (
+            20,
+            "/help  list these\n       now\n\nwarning: its weights\nare wrong\n",
+            "one two three\n\tsix \n一二三四五六七八九十一二 s",
+        ),
+        (
+            11,
+            "/help  list\n     these\n     now\n\nwarning:\nits weights\nare wrong\n",
+            "one two \nthree\n\tsix\n一二三四五六七八九十一二 s",
+        ),
+    ],
+)
+def test_words_are_not_cut_at_the_edge_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    columns: int,
+    notes: str,
+    said: str,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    chat_command._note("/help  list these commands", indent=7)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    chat_command._note("/help  list these commands", indent=7)
-    whole, broken = "/help  list these commands\n", "/help  list these\n       commands\n"
-    assert capsys.readouterr().err == whole + broken
+    """Neither of notes and warnings nor of answers, however they come; a pipe gets all as it is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: columns > 0)
+    chat_command._note("/help  list these now", indent=7)
+    print(_OneLine().format(WARNING), file=sys.stderr)
+    assert capsys.readouterr().err == notes
+    for pieces in (list(SAID), [SAID], re.findall(r".{1,6}", SAID, re.DOTALL)):
+        printer = AnswerPrinter()
+        for piece in pieces:
+            printer.print(Chunk(piece, parts=(Part("text", piece),)))
+        printer.end()
+        assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_no_history_where_it_cannot_be_kept(
