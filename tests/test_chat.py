@@ -223,8 +223,7 @@ def test_an_answer_is_taken_back_and_given_anew(say: Say) -> None:
 def test_commands_help_who_has_said_nothing_yet(say: Say) -> None:
     _, err = say("/retry", "/help /save", "/help")
     assert "error: got no message so far, expected one to answer anew; type it first" in err
-    assert err.count("/save FILE") == 2
-    assert err.count("// in front sends") == err.count("/undo ") == 1, "of one command one line"
+    assert (err.count("/save FILE"), err.count("/undo "), err.count("// in front")) == (2, 1, 1)
 
 
 def test_a_message_stays_if_it_gets_no_other_answer(
@@ -245,17 +244,22 @@ def test_a_message_stays_if_it_gets_no_other_answer(
     assert len(set(out.splitlines())) == 1
 
 
-def test_a_temperature_is_set(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    inner = Engine.chunks
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """The last message and the temperature of each call."""
+    found, inner = [], Engine.chunks
 
     def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
-        seen.append(options["temperature"])
+        found.append((prompt[-1]["content"], options["temperature"]))
         return inner(self, prompt, **options)
 
     monkeypatch.setattr(Engine, "chunks", chunks)
+    return found
+
+
+def test_a_temperature_is_set(say: Say, seen: list[tuple[str, float]]) -> None:
     _, err = say("abc", "/temperature 0.7", "/retry", "/temperature")
-    assert seen == [0, 0.7]
+    assert [temperature for _, temperature in seen] == [0, 0.7]
     assert err.count("temperature: 0.7\n") == 2
 
 
@@ -324,56 +328,36 @@ def test_a_mistyped_command_costs_nothing(
     assert (tmp_path / "broken.json").read_text() == "{"
 
 
-def test_text_that_begins_with_a_slash_is_text(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    inner = Engine.chunks
-
-    def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
-        seen.append(prompt[-1]["content"])
-        return inner(self, prompt, **options)
-
-    monkeypatch.setattr(Engine, "chunks", chunks)
+def test_text_that_begins_with_a_slash_is_text(say: Say, seen: list[tuple[str, float]]) -> None:
     say("/usr/bin/env", "//reset", "/ a", "/Reset")
-    assert seen == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
+    assert [text for text, _ in seen] == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
 
 
-WARNING = logging.makeLogRecord({"levelno": logging.WARNING, "msg": "its weights are wrong"})
 SAID = "one two three\n\tsix 一二三四五六七八九十一二 s"
+CUT = "/help  list\n     these\n     now\n\nwarning:\nits weights\nare wrong\n"
 
 
 @pytest.mark.parametrize(
     ("columns", "notes", "said"),
     [
         (0, "/help  list these now\n\nwarning: its weights are wrong\n", SAID),
-        (
-            20,
-            "/help  list these\n       now\n\nwarning: its weights\nare wrong\n",
-            "one two three\n\tsix \n一二三四五六七八九十一二 s",
-        ),
-        (
-            11,
-            "/help  list\n     these\n     now\n\nwarning:\nits weights\nare wrong\n",
-            "one two \nthree\n\tsix\n一二三四五六七八九十一二 s",
-        ),
+        (11, CUT, "one two \nthree\n\tsix\n一二三四五六七八九十一二 s"),
     ],
 )
 def test_words_are_not_cut_at_the_edge_of_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    columns: int,
-    notes: str,
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, columns: int, notes: str, said: str
 ) -> None:
     """Neither of notes and warnings nor of answers, however they come; a pipe gets all as it is."""
     monkeypatch.setenv("COLUMNS", str(columns))
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: columns > 0)
     chat_command._note("/help  list these now", indent=7)
-    print(_OneLine().format(WARNING), file=sys.stderr)
+    warning = logging.makeLogRecord({"levelno": logging.WARNING, "msg": "its weights are wrong"})
+    print(_OneLine().format(warning), file=sys.stderr)
     assert capsys.readouterr().err == notes
-    for pieces in (list(SAID), [SAID], re.findall(r".{1,6}", SAID, re.DOTALL)):
+    for size in (1, 6, len(SAID)):
         printer = AnswerPrinter()
-        for piece in pieces:
+        for piece in re.findall(f".{{1,{size}}}", SAID, re.DOTALL):
             printer.print(Chunk(piece, parts=(Part("text", piece),)))
         printer.end()
         assert capsys.readouterr().out == f"{said}\n"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import note
-from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install
+from spec_runtime.files.machine import own_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -97,20 +97,9 @@ class EditedInput:
 
 
 def state_folder() -> Path:
-    """Returns specsplit's folder in the user's state (XDG_STATE_HOME, or ~/.local/state).
-
-    Raises UserError for a user without a home where XDG_STATE_HOME is not set either.
-    """
-    root = os.environ.get("XDG_STATE_HOME")
-    if root:
-        return Path(root) / "specsplit"
-    try:
-        return Path.home() / ".local" / "state" / "specsplit"
-    except RuntimeError:
-        raise UserError(
-            "got neither XDG_STATE_HOME nor a home folder, expected one of them to keep the "
-            "history in; set XDG_STATE_HOME to a folder"
-        ) from None
+    """Returns specsplit's folder in the user's state (XDG_STATE_HOME, or ~/.local/state); raises
+    UserError where there is none."""
+    return own_folder("XDG_STATE_HOME", ".local/state", "the history")
 
 
 def _open_history() -> "History | None":

@@ -77,54 +77,43 @@ class Console(rich.console.Console):
 
 
 class WordStream:
-    """Prints generated text as it comes, and cuts no word at a terminal's edge: a word within a
-    line waits until it is whole, or too long for the line. A file or a pipe gets all at once."""
+    """Prints text as it comes, and cuts no word at a terminal's edge: a word within a line waits
+    until it is whole, or too long for the line. A file or a pipe gets all at once."""
 
     def __init__(self, is_error: bool = False) -> None:
         self._console = Console(stderr=is_error)
         self._column = 0
         self._held: list[tuple[str, str]] = []  # a word's parts and their styles
-        self._is_in_word = False  # some of it is printed
+        self._is_begun = False  # some of the word is printed
 
     def print(self, text: str, style: str = "") -> None:
         """Prints a piece of text, but for the word at its end, which a blank releases."""
         file = self._console.file
-        text = streamed(text, file)
         if not file.isatty():
             self._write(text, style)
             return
         columns = shutil.get_terminal_size().columns
-        for part in re.findall(r"\S+|\s", text):
-            if not part.isspace():
+        for part in re.findall(r"\S+|\s", streamed(text, file)):
+            is_blank = part.isspace()
+            if not is_blank:
                 self._held.append((part, style))
-                room = columns - self._column - sum(cell_len(each) for each, _ in self._held)
-                if room < 0 or not self._column or self._is_in_word:
-                    self._release(columns)
-                continue
-            self._release(columns)
-            self._is_in_word = False
-            if part == "\n":
-                self._column = 0
-            elif self._column < columns:
-                self._column += 8 - self._column % 8 if part == "\t" else 1
-            else:
-                continue  # the line's end stands for the blank
-            self._write(part, style)
+            width = sum(cell_len(each) for each, _ in self._held)
+            is_long = self._column + width > columns
+            if is_blank or is_long or self._is_begun or not self._column:
+                if is_long and self._column and not self._is_begun:
+                    self._write("\n")
+                    self._column = 0
+                for held in self._held:
+                    self._write(*held)
+                self._column, self._held, self._is_begun = self._column + width, [], not is_blank
+                if self._column > columns:  # of a word longer than a line
+                    self._column %= columns
+            if is_blank and (part == "\n" or self._column < columns):  # whose end is a blank
+                self._write(part, style)
+                stop = 8 - self._column % 8 if part == "\t" else 1
+                self._column = 0 if part == "\n" else self._column + stop
 
-    def _release(self, columns: int) -> None:
-        width = sum(cell_len(part) for part, _ in self._held)
-        if width and not self._is_in_word and self._column and self._column + width > columns:
-            self._write("\n", "")
-            self._column = 0
-        for part, style in self._held:
-            self._write(part, style)
-        self._column += width
-        if self._column > columns:  # of a word longer than a line
-            self._column %= columns
-        self._is_in_word = True
-        self._held = []
-
-    def _write(self, text: str, style: str) -> None:
+    def _write(self, text: str, style: str = "") -> None:
         if style:
             self._console.print(text, end="", style=style, soft_wrap=True)
         else:

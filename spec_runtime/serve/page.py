@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, GenerationResult, SamplingParams, Step
+from spec_runtime import Engine, SamplingParams, Step
 from spec_runtime.batch.lane import undrafted
 from spec_runtime.files.machine import cpu_ticks
 from spec_runtime.loop.call import Call
@@ -135,35 +135,28 @@ async def _events(
     others, whole = (now - then for now, then in zip(cpu_ticks(), before, strict=True))
     if not busy and others > MOST_OF_OTHERS * whole:
         busy = f"while other programs used {others / whole:.0%} of the CPUs"
-    extras = {"drafter": drafter, "names": names, "busy": busy}
-    yield await service.writing.run(
-        lambda: _last_event(answers.results[0], service.engine, calls[0], recorders, extras)
-    )
 
+    def last_event() -> str:
+        result, tree = answers.results[0], recorders[0].last if recorders else None
+        shown = None if tree is None else shown_tree(codec, drafter, *tree)
+        stats = result.stats
+        figures = {
+            "drafter": drafter,
+            "precision": service.engine.target.precision,
+            "finish_reason": result.finish_reason,
+            "prompt_ids": calls[0].prompt,
+            "token_ids": result.token_ids,
+            "names": names,
+            "busy": busy,
+            "steps": stats.steps,
+            "tokens_per_second": stats.tokens_per_second,
+            "accepted_length": stats.accepted_length,
+            "acceptance_by_depth": stats.acceptance_by_depth,
+            "prefill_seconds": stats.prefill_seconds,
+        }
+        return event_of({"result": figures, "tree": shown})
 
-def _last_event(
-    result: GenerationResult,
-    engine: Engine,
-    call: Call,
-    recorders: list[TreeRecorder],
-    extras: dict[str, Any],
-) -> str:
-    tree = recorders[0].last if recorders else None
-    shown = None if tree is None else shown_tree(engine.tokenizer, extras["drafter"], *tree)
-    stats = result.stats
-    figures = {
-        **extras,
-        "precision": engine.target.precision,
-        "finish_reason": result.finish_reason,
-        "prompt_ids": call.prompt,
-        "token_ids": result.token_ids,
-        "steps": stats.steps,
-        "tokens_per_second": stats.tokens_per_second,
-        "accepted_length": stats.accepted_length,
-        "acceptance_by_depth": stats.acceptance_by_depth,
-        "prefill_seconds": stats.prefill_seconds,
-    }
-    return event_of({"result": figures, "tree": shown})
+    yield await service.writing.run(last_event)
 
 
 def shown_tree(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> dict[str, Any]:
