@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import spec_runtime
 from spec_runtime import Chunk, Engine
 from spec_runtime.cli import _OneLine, line_input, messages
 from spec_runtime.cli import chat as chat_command
-from spec_runtime.cli.terminal import AnswerPrinter
+from spec_runtime.cli.terminal import AnswerPrinter, WordStream
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.reader import Part
 from spec_runtime.errors import UserError
@@ -334,7 +333,7 @@ def test_text_that_begins_with_a_slash_is_text(say: Say, seen: list[tuple[str, f
 
 
 SAID = "one two three\n\tsix 一二三四五六七八九十一二 s"
-CUT = "/help  list\n     these\n     now\n\nwarning:\nits weights\nare wrong\n"
+CUT = "/help  list\n     these \n     now\n\nwarning: \nits weights\nare wrong\n"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +352,7 @@ def test_words_are_not_cut_at_the_edge_of_a_terminal(
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: columns > 0)
     chat_command._note("/help  list these now", indent=7)
     warning = logging.makeLogRecord({"levelno": logging.WARNING, "msg": "its weights are wrong"})
-    print(_OneLine().format(warning), file=sys.stderr)
+    WordStream(is_error=True).write(f"{_OneLine().format(warning)}\n")
     assert capsys.readouterr().err == notes
     for size in (1, 6, len(SAID)):
         printer = AnswerPrinter()

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from spec_runtime.cli import boundary, completion
-from spec_runtime.cli.terminal import note
+from spec_runtime.cli.terminal import WordStream, visible
 
 VERBS = ("generate", "chat", "serve", "bench", "audit", "tune", "show", "pull", "push")
 
@@ -52,7 +52,7 @@ def _run(
     for verb in [verb for verb in verbs if verb in first] or verbs:
         module = importlib.import_module(f"{package}.{verb}")
         app.command(verb)(module.command)
-    warnings = logging.StreamHandler(sys.stderr)
+    warnings = logging.StreamHandler(WordStream(is_error=True))
     warnings.setFormatter(_OneLine())
     logging.getLogger("spec_runtime").handlers = [warnings]
     logging.getLogger("spec_runtime").setLevel(logging.INFO)
@@ -112,9 +112,8 @@ def version() -> str:
 
 
 class _OneLine(logging.Formatter):
-    """Makes one line of a warning or note, which begins anew wherever the streamed text stands and
-    is broken between words at a terminal's edge."""
+    """Makes one line of a warning or note, which begins anew wherever the streamed text stands."""
 
     def format(self, record: logging.LogRecord) -> str:
         kind = "warning" if record.levelno >= logging.WARNING else "note"
-        return "\n" + note(f"{kind}: {record.getMessage()}")
+        return f"\n{kind}: {visible(record.getMessage())}"

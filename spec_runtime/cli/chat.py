@@ -2,7 +2,6 @@
 
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -15,7 +14,7 @@ import typer
 
 from spec_runtime.cli import line_input, messages, options
 from spec_runtime.cli.flags import whole, with_flags
-from spec_runtime.cli.terminal import AnswerPrinter, WordStream, note
+from spec_runtime.cli.terminal import AnswerPrinter, WordStream, visible
 from spec_runtime.errors import ContextLengthError, UserError
 
 if TYPE_CHECKING:
@@ -292,7 +291,7 @@ class Chat:
         _note(f"loaded {len(loaded)} messages of {path}")
         if loaded:
             _note(f"the last one, of {loaded[-1]['role']}:")
-            WordStream().print(f"{_text(loaded[-1])}\n")
+            WordStream().write(f"{_text(loaded[-1])}\n")
 
     def _system(self, argument: str) -> None:
         if argument:
@@ -361,7 +360,7 @@ def _path(argument: str) -> Path:
 
 def _note(text: str, indent: int = 0) -> None:
     """Prints a line that is not an answer."""
-    print(note(text, indent), file=sys.stderr, flush=True)
+    WordStream(is_error=True, indent=indent).write(f"{visible(text)}\n")
 
 
 def _text(message: Mapping[str, Any]) -> str:

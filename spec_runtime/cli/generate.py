@@ -98,12 +98,12 @@ def _trace(
     from spec_runtime.trace.record import record
 
     words = WordStream()
-    traced = record(engine, prompt, str if as_json else words.print, **settings)
+    traced = record(engine, prompt, str if as_json else words.write, **settings)
     write_atomically(out, page(traced))
     if as_json:
         print(json.dumps(report(traced.result)))
     else:
-        words.print("\n")
+        words.write("\n")
         print(options.summary_line(traced.result), file=sys.stderr)
 
 

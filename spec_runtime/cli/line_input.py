@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spec_runtime.cli import options
-from spec_runtime.cli.terminal import note
+from spec_runtime.cli.terminal import WordStream, visible
 from spec_runtime.files.installed import install
 from spec_runtime.files.machine import own_folder
 
@@ -114,7 +114,8 @@ def _open_history() -> "History | None":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except (OSError, ValueError) as error:
-        print(note(f"warning: no history is kept: {error}"), file=sys.stderr)
+        warning = f"warning: no history is kept: {visible(error)}\n"
+        WordStream(is_error=True).write(warning)
         return None
     return FileHistory(path)
 

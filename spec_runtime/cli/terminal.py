@@ -7,7 +7,6 @@ have put anything into them.
 import re
 import shutil
 import sys
-import textwrap
 from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.console
@@ -38,17 +37,6 @@ def visible(data: object) -> str:
     return str(data).translate(_ESCAPES)
 
 
-def note(text: str, indent: int = 0) -> str:
-    """Returns a line for standard error with visible control characters. A terminal gets it broken
-    between words, from the second line on with an indent."""
-    text = visible(text)
-    if not sys.stderr.isatty():
-        return text
-    columns = shutil.get_terminal_size().columns
-    indented = " " * min(indent, columns // 2)
-    return textwrap.fill(text, columns, subsequent_indent=indented, break_on_hyphens=False)
-
-
 def streamed(text: str, to: TextIO | None = None) -> str:
     """Returns a piece of generated text as it is to be printed on `to`, standard output if None.
 
@@ -77,20 +65,24 @@ class Console(rich.console.Console):
 
 
 class WordStream:
-    """Prints text as it comes, and cuts no word at a terminal's edge: a word within a line waits
-    until it is whole, or too long for the line. A file or a pipe gets all at once."""
+    """Writes text as it comes, and cuts no word at a terminal's edge: a word within a line waits
+    until it is whole, or too long for the line. A file or a pipe gets all at once.
 
-    def __init__(self, is_error: bool = False) -> None:
-        self._console = Console(stderr=is_error)
+    It goes to standard output, or to standard error if it `is_error`. Lines that are broken go on
+    with an indent.
+    """
+
+    def __init__(self, is_error: bool = False, indent: int = 0) -> None:
+        self._console, self._indent = Console(stderr=is_error), indent
         self._column = 0
         self._held: list[tuple[str, str]] = []  # a word's parts and their styles
         self._is_begun = False  # some of the word is printed
 
-    def print(self, text: str, style: str = "") -> None:
-        """Prints a piece of text, but for the word at its end, which a blank releases."""
+    def write(self, text: str, style: str = "") -> None:
+        """Writes a piece of text, but for the word at its end, which a blank releases."""
         file = self._console.file
         if not file.isatty():
-            self._write(text, style)
+            self._print(text, style)
             return
         columns = shutil.get_terminal_size().columns
         for part in re.findall(r"\S+|\s", streamed(text, file)):
@@ -101,19 +93,19 @@ class WordStream:
             is_long = self._column + width > columns
             if is_blank or is_long or self._is_begun or not self._column:
                 if is_long and self._column and not self._is_begun:
-                    self._write("\n")
-                    self._column = 0
+                    self._column = min(self._indent, columns // 2)
+                    self._print("\n" + " " * self._column)
                 for held in self._held:
-                    self._write(*held)
+                    self._print(*held)
                 self._column, self._held, self._is_begun = self._column + width, [], not is_blank
                 if self._column > columns:  # of a word longer than a line
                     self._column %= columns
             if is_blank and (part == "\n" or self._column < columns):  # whose end is a blank
-                self._write(part, style)
+                self._print(part, style)
                 stop = 8 - self._column % 8 if part == "\t" else 1
                 self._column = 0 if part == "\n" else self._column + stop
 
-    def _write(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "") -> None:
         if style:
             self._console.print(text, end="", style=style, soft_wrap=True)
         else:
@@ -142,19 +134,19 @@ class AnswerPrinter:
         if self._is_coloured:
             for piece in chunk.pieces:
                 style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
-                self._answer.print(piece.text, style)
+                self._answer.write(piece.text, style)
             return
         for part in chunk.parts:
             if part.kind == "thinking":
-                self._thinking.print(part.text, "dim")
+                self._thinking.write(part.text, "dim")
             else:
                 if self._is_thinking:
-                    self._thinking.print("\n\n")
-                self._answer.print(part.text)
+                    self._thinking.write("\n\n")
+                self._answer.write(part.text)
             self._is_thinking = part.kind == "thinking"
 
     def end(self, mark: str = "") -> None:
         """Ends the answer's last line, on whose end a mark may stand."""
         if self._is_thinking:
-            self._thinking.print("\n")
-        self._answer.print(f"{mark}\n")
+            self._thinking.write("\n")
+        self._answer.write(f"{mark}\n")
