@@ -22,6 +22,7 @@ from spec_runtime.cli.terminal import AnswerPrinter, WordStream
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.reader import Part
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import own_folder
 
 TESTS = Path(__file__).parent
 # Chats with toy engines; writes the messages of each call into a file. What is asked to go on
@@ -332,7 +333,7 @@ def test_text_that_begins_with_a_slash_is_text(say: Say, seen: list[tuple[str, f
     assert [text for text, _ in seen] == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
 
 
-SAID = "one two three\n\tsix 一二三四五六七八九十一二 s"
+SAID = "one two three\n\tsix 一二三四五六七八九十一二 s\x1b[m"
 CUT = "/help  list\n     these \n     now\n\nwarning: \nits weights\nare wrong\n"
 
 
@@ -340,13 +341,14 @@ CUT = "/help  list\n     these \n     now\n\nwarning: \nits weights\nare wrong\n
     ("columns", "notes", "said"),
     [
         (0, "/help  list these now\n\nwarning: its weights are wrong\n", SAID),
-        (11, CUT, "one two \nthree\n\tsix\n一二三四五六七八九十一二 s"),
+        (11, CUT, "one two \nthree\n\tsix\n一二三四五六七八九十一二 s\\x1b[m"),
     ],
 )
 def test_words_are_not_cut_at_the_edge_of_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, columns: int, notes: str, said: str
 ) -> None:
-    """Neither of notes and warnings nor of answers, however they come; a pipe gets all as it is."""
+    """Neither of notes and warnings nor of answers, however they come, and no escape sequence gets
+    there; a pipe gets all as it is."""
     monkeypatch.setenv("COLUMNS", str(columns))
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: columns > 0)
@@ -372,4 +374,7 @@ def test_no_history_where_it_cannot_be_kept(
     assert capsys.readouterr().err.startswith("warning: no history is kept: ")
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert line_input.state_folder() == tmp_path / ".local" / "state" / "specsplit"
+    assert (
+        own_folder("XDG_STATE_HOME", ".local/state", "")
+        == tmp_path / ".local" / "state" / "specsplit"
+    )

@@ -9,7 +9,6 @@ import sys
 import termios
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spec_runtime.cli import options
@@ -96,12 +95,6 @@ class EditedInput:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def state_folder() -> Path:
-    """Returns specsplit's folder in the user's state (XDG_STATE_HOME, or ~/.local/state); raises
-    UserError where there is none."""
-    return own_folder("XDG_STATE_HOME", ".local/state", "the history")
-
-
 def _open_history() -> "History | None":
     """Returns the history on disk, which only its user may read.
 
@@ -110,7 +103,7 @@ def _open_history() -> "History | None":
     from prompt_toolkit.history import FileHistory
 
     try:
-        path = state_folder() / HISTORY
+        path = own_folder("XDG_STATE_HOME", ".local/state", "the history") / HISTORY
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except (OSError, ValueError) as error:

@@ -6,8 +6,7 @@ have put anything into them.
 
 import re
 import shutil
-import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 from rich import box
@@ -37,15 +36,6 @@ def visible(data: object) -> str:
     return str(data).translate(_ESCAPES)
 
 
-def streamed(text: str, to: TextIO | None = None) -> str:
-    """Returns a piece of generated text as it is to be printed on `to`, standard output if None.
-
-    A terminal gets control characters as visible escapes, except for line ends and tabs; a file or
-    a pipe gets the text unchanged.
-    """
-    return text.translate(_ESCAPES_OF_TEXT) if (to or sys.stdout).isatty() else text
-
-
 class Console(rich.console.Console):
     """A console of `rich` that takes strings as they stand: no markup, no emoji codes, no colours
     guessed. Data still goes through `visible`."""
@@ -66,7 +56,8 @@ class Console(rich.console.Console):
 
 class WordStream:
     """Writes text as it comes, and cuts no word at a terminal's edge: a word within a line waits
-    until it is whole, or too long for the line. A file or a pipe gets all at once.
+    until it is whole, or too long for the line. Control characters but line ends and tabs become
+    visible escapes there. A file or a pipe gets all at once, as it is.
 
     It goes to standard output, or to standard error if it `is_error`. Lines that are broken go on
     with an indent.
@@ -85,7 +76,7 @@ class WordStream:
             self._print(text, style)
             return
         columns = shutil.get_terminal_size().columns
-        for part in re.findall(r"\S+|\s", streamed(text, file)):
+        for part in re.findall(r"\S+|\s", text.translate(_ESCAPES_OF_TEXT)):
             is_blank = part.isspace()
             if not is_blank:
                 self._held.append((part, style))

@@ -140,17 +140,6 @@ def test_a_first_message_needs_no_template() -> None:
         assert PageRequest.model_validate({"messages": messages}).prompt == prompt
 
 
-def test_two_continuations_are_scored_as_the_page_asks(client: Any) -> None:
-    ids = answer(client, messages=HELLO, max_tokens=1)[1]["result"]
-    (first,) = ids["token_ids"]
-    prompts = [[*ids["prompt_ids"], each] for each in (first, first ^ 1)]
-    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 0}
-    choices = client.post("/v1/completions", json=body).json()["choices"]
-    likely, other = (choice["logprobs"]["token_logprobs"][-1] for choice in choices)
-    assert likely > other, "the first one is the target's own"
-    assert all(choice["logprobs"]["tokens"][-1] for choice in choices)
-
-
 def test_plain_decoding_gives_the_same_text_without_a_tree(client: Any) -> None:
     body = {"messages": HELLO, "max_tokens": 30, "temperature": 0.7, "seed": 3}
     drafted, _ = answer(client, **body)
