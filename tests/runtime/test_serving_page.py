@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import page_visits
 import pytest
 from page_elements import Elements
 from served import HELLO, events, served, toy_engine
-from test_serving_models import shelved
 from toy_backend import ByteTokenizer
 
 from spec_runtime.loop.step import Step
@@ -186,52 +182,3 @@ def printed_by(interpreter: str, program: str, flag: str = "-c") -> str:
     return subprocess.run(
         [interpreter, flag, program], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    pytest.importorskip("openai", reason="openai is not installed")
-    chromium = shutil.which("chromium")
-    if chromium is None or shutil.which("curl") is None:
-        pytest.skip("no Chromium is installed, or no curl")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.mark.parametrize("window", page_visits.WINDOWS)
-def test_the_page_works_in_a_browser(client: Any, browser: Any, window: str) -> None:
-    seen = page_visits.visit(browser, str(client.base_url), window, "hello", tokens=60)
-    assert seen.faults == []
-    assert seen.result.endswith("both texts are the same.")
-    assert seen.name == "toy"
-    said = json.loads(printed_by("bash", f"{seen.curl} --silent"))
-    assert said["choices"][0]["message"]["content"] == seen.answers[0]
-    assert printed_by(sys.executable, seen.python) == f"{seen.answers[0]}\n"
-    assert seen.after_escape in ("Stopped.", ""), "the toy may have been faster"
-    assert seen.focused == ["most", "temperature", "compare", "numbers", "run"]
-    assert len(seen.picture) > 10_000
-
-
-def test_the_page_asks_for_a_key_and_offers_models(browser: Any) -> None:
-    with shelved(api_key="secret") as (shelf, client):
-        page = browser.new_page()
-        page.goto(str(client.base_url))
-        page.fill("#key", "secret")
-        page.press("#key", "Tab")
-        page.wait_for_selector("#models")
-        assert page.locator("#models option").all_inner_texts() == ["letters", "bytes", "other"]
-        page.select_option("#models", "bytes")
-        page.fill("#most", "9")
-        page.click("#run")
-        page_visits.wait(page)
-        assert page.inner_text("#error") == ""
-        assert shelf.opened == ["bytes"]
-        assert page.text_content("#curl").count("secret") == 0
-        assert '"model": "bytes"' in page.text_content("#curl")
-        page.click("#undo")
-        assert page.input_value("#prompt").startswith("Explain")
-        assert page.text_content("#drafted .text") == page.text_content("#log") == ""
-        page.close()
