@@ -28,7 +28,7 @@ from spec_runtime.trace.record import node_texts, token_text, whole_path
 from spec_runtime.trees.drawing import accepted_nodes
 from spec_runtime.trees.tree import TokenTree
 
-MOST_OF_OTHERS = 0.1  # of the CPUs, which other programs may use while speeds are compared
+MOST_OF_OTHERS = 0.2  # of the CPUs, which other programs may use while speeds are compared
 
 # Nothing is loaded from elsewhere, and no other page may show this one in a frame.
 PAGE_HEADERS = {
