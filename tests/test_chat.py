@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from screen import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, Screen, screen
 from small import CONTEXT, Run, toy_engine
 
 import spec_runtime
-from spec_runtime import Engine
+from spec_runtime import Chunk, Engine
+from spec_runtime.cli import _OneLine, line_input, messages
 from spec_runtime.cli import chat as chat_command
-from spec_runtime.cli import line_input, messages
+from spec_runtime.cli.terminal import AnswerPrinter, WordStream
 from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.dialogue.reader import Part
 from spec_runtime.errors import UserError
+from spec_runtime.files.machine import own_folder
 
 TESTS = Path(__file__).parent
 # Chats with toy engines; writes the messages of each call into a file. What is asked to go on
@@ -216,6 +220,12 @@ def test_an_answer_is_taken_back_and_given_anew(say: Say) -> None:
     assert int(left) == CONTEXT - template - 6
 
 
+def test_commands_help_who_has_said_nothing_yet(say: Say) -> None:
+    _, err = say("/retry", "/help /save", "/help")
+    assert "error: got no message so far, expected one to answer anew; type it first" in err
+    assert (err.count("/save FILE"), err.count("/undo "), err.count("// in front")) == (2, 1, 1)
+
+
 def test_a_message_stays_if_it_gets_no_other_answer(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,17 +244,22 @@ def test_a_message_stays_if_it_gets_no_other_answer(
     assert len(set(out.splitlines())) == 1
 
 
-def test_a_temperature_is_set(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    inner = Engine.chunks
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """The last message and the temperature of each call."""
+    found, inner = [], Engine.chunks
 
     def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
-        seen.append(options["temperature"])
+        found.append((prompt[-1]["content"], options["temperature"]))
         return inner(self, prompt, **options)
 
     monkeypatch.setattr(Engine, "chunks", chunks)
+    return found
+
+
+def test_a_temperature_is_set(say: Say, seen: list[tuple[str, float]]) -> None:
     _, err = say("abc", "/temperature 0.7", "/retry", "/temperature")
-    assert seen == [0, 0.7]
+    assert [temperature for _, temperature in seen] == [0, 0.7]
     assert err.count("temperature: 0.7\n") == 2
 
 
@@ -284,6 +299,7 @@ def test_a_drafter_is_chosen_and_changes_no_token(say: Say) -> None:
         ("/temperature hot", "got temperature 'hot', expected a number"),
         ("/temperature -1", "got temperature -1.0, expected 0 or more"),
         ("/reset now", "got /reset 'now', expected nothing after it"),
+        ("/help saev", "got command /saev, expected /save, or another of /help, "),
         ("/load", "got /load without anything, expected /load FILE"),
         ("/load nowhere.json", "No such file or directory: 'nowhere.json'"),
         ("/load broken.json", "broken.json: got no JSON ("),
@@ -312,28 +328,40 @@ def test_a_mistyped_command_costs_nothing(
     assert (tmp_path / "broken.json").read_text() == "{"
 
 
-def test_text_that_begins_with_a_slash_is_text(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    inner = Engine.chunks
-
-    def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
-        seen.append(prompt[-1]["content"])
-        return inner(self, prompt, **options)
-
-    monkeypatch.setattr(Engine, "chunks", chunks)
+def test_text_that_begins_with_a_slash_is_text(say: Say, seen: list[tuple[str, float]]) -> None:
     say("/usr/bin/env", "//reset", "/ a", "/Reset")
-    assert seen == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
+    assert [text for text, _ in seen] == ["/usr/bin/env", "/reset", "/ a", "/Reset"]
 
 
-def test_notes_on_a_narrow_terminal_break_between_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+SAID = "one two three\n\tsix 一二三四五六七八九十一二 s\x1b[m"
+CUT = "/help  list\n     these \n     now\n\nwarning: \nits weights\nare wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "notes", "said"),
+    [
+        (0, "/help  list these now\n\nwarning: its weights are wrong\n", SAID),
+        (11, CUT, "one two \nthree\n\tsix\n一二三四五六七八九十一二 s\\x1b[m"),
+    ],
+)
+def test_words_are_not_cut_at_the_edge_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, columns: int, notes: str, said: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    chat_command._note("/help  list these commands", indent=7)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    chat_command._note("/help  list these commands", indent=7)
-    whole, broken = "/help  list these commands\n", "/help  list these\n       commands\n"
-    assert capsys.readouterr().err == whole + broken
+    """Neither of notes and warnings nor of answers, however they come, and no escape sequence gets
+    there; a pipe gets all as it is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: columns > 0)
+    chat_command._note("/help  list these now", indent=7)
+    warning = logging.makeLogRecord({"levelno": logging.WARNING, "msg": "its weights are wrong"})
+    WordStream(is_error=True).write(f"{_OneLine().format(warning)}\n")
+    assert capsys.readouterr().err == notes
+    for size in (1, 6, len(SAID)):
+        printer = AnswerPrinter()
+        for piece in re.findall(f".{{1,{size}}}", SAID, re.DOTALL):
+            printer.print(Chunk(piece, parts=(Part("text", piece),)))
+        printer.end()
+        assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_no_history_where_it_cannot_be_kept(
@@ -346,4 +374,7 @@ def test_no_history_where_it_cannot_be_kept(
     assert capsys.readouterr().err.startswith("warning: no history is kept: ")
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert line_input.state_folder() == tmp_path / ".local" / "state" / "specsplit"
+    assert (
+        own_folder("XDG_STATE_HOME", ".local/state", "")
+        == tmp_path / ".local" / "state" / "specsplit"
+    )

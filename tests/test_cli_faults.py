@@ -4,7 +4,6 @@ import errno
 import importlib
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -447,14 +446,6 @@ def test_errors_and_warnings_are_no_escape_sequences(
     code, _, err = run("bench", "--bundle", folder, "--prompts", prompts)
     assert (code, "\x1b" in err) == (0, False)
     assert "\\x1b[31m, line 2 is skipped" in err
-
-
-def test_a_terminal_gets_no_escape_sequence_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert terminal.streamed(f"a\n\t{ESCAPE}") == f"a\n\t{ESCAPE}", "a file gets all"
-    ours, theirs = pty.openpty()
-    with open(ours, "rb", buffering=0), open(theirs, "w") as screen:
-        monkeypatch.setattr("sys.stdout", screen)
-        assert terminal.streamed(f"a\n\té{ESCAPE}") == "a\n\té\\x1b[31m"
 
 
 # ---- results

@@ -7,6 +7,10 @@ extras=cpu,export,dev,docs,tensorboard,grammar,serve,hub,chat,ray
 # builds TensorRT plans without a GPU; 105 MB, and there are wheels for this platform only
 if [ "$(uname -sm)" = "Linux x86_64" ]; then extras+=,tensorrt-rtx; fi
 make_venv "$extras"
+# what reads our exported drafters in one test, which is skipped where this cannot be installed
+speculators=.venv/speculators
+[ -d $speculators ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target $speculators \
+  -r tests/export/written_by_speculators/requirements.txt || rm -rf $speculators
 
 # once, also where Python may write no bytecode: tests start hundreds of processes that import it
 .venv/bin/python -m compileall -q spec_export spec_runtime tools

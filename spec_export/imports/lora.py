@@ -119,14 +119,17 @@ class Adapter:
         self.folder, self._config, self._stored = folder, config, stored
         self._replaced: dict[str, str] = {}  # tensors that are given whole, by name
         self._parts: dict[str, dict[str, str]] = {}  # changed tensors: their parts by role
+        twice = "{}: got {} and {}, which are one tensor of the adapter, expected one of them"
         for stored_name in stored:
             name = wrappers.own_name(stored_name.removeprefix(PREFIX))
             end = next((end for end in ROLES if name.endswith(end)), None)
             if end is not None:
                 weight = name.removesuffix(end) + ".weight"
-                self._parts.setdefault(weight, {})[ROLES[end]] = stored_name
+                taken, key = self._parts.setdefault(weight, {}), ROLES[end]
             else:
-                self._replaced[re.sub(r"\.(base_layer|modules_to_save)\.", ".", name)] = stored_name
+                taken, key = self._replaced, re.sub(r"\.(base_layer|modules_to_save)\.", ".", name)
+            if taken.setdefault(key, stored_name) != stored_name:
+                raise UserError(twice.format(folder, taken[key], stored_name))
 
     @property
     def names(self) -> set[str]:

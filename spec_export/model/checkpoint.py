@@ -47,11 +47,12 @@ class SafetensorsFiles(Mapping[str, Tensor]):
     """Maps names to the tensors of safetensors files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Reads the names; raises what the library does for damaged files."""
+        """Reads the names; raises what the library does for damaged files, and UserError for a
+        tensor that two of them hold."""
         self._file_of: dict[str, Path] = {}
         for path in files:
             with safe_open(str(path), "pt") as opened:
-                self._file_of |= dict.fromkeys(_short(opened.keys(), path), path)
+                _note_names(self._file_of, opened.keys(), path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -72,29 +73,33 @@ def read_pickled(files: Iterable[Path]) -> dict[str, Tensor]:
     damaged or holds more than tensors.
     """
     tensors: dict[str, Tensor] = {}
+    file_of: dict[str, Path] = {}
     for path in files:
         is_mapped = zipfile.is_zipfile(path)
         state = torch.load(path, "cpu", weights_only=True, mmap=is_mapped)
         if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
             raise UserError(f"{path}: got no mapping of names to tensors, expected a state dict")
-        _short(state, path)
+        _note_names(file_of, state, path)
         tensors |= state
     return tensors
 
 
-def _short(names: Iterable[str], path: Path) -> list[str]:
-    """Returns names that messages may repeat; raises UserError if one is not fit for that."""
-    found = list(map(str, names))
-    odd = (
-        name for name in found if len(name) > annex.gguf_header.MAX_NAME or not name.isprintable()
-    )
-    if name := next(odd, None):
-        raise UserError(
-            f"{path} holds a tensor of a name of {len(name)} characters, expected at most "
-            f"{annex.gguf_header.MAX_NAME} that can be printed: {name!r:.40}...; download or "
-            "convert it again"
-        )
-    return found
+def _note_names(file_of: dict[str, Path], names: Iterable[str], path: Path) -> None:
+    """Notes which file holds these tensors; raises UserError for a name that is not fit for
+    messages, or that an earlier file holds too."""
+    for name in map(str, names):
+        if len(name) > annex.gguf_header.MAX_NAME or not name.isprintable():
+            raise UserError(
+                f"{path} holds a tensor of a name of {len(name)} characters, expected at most "
+                f"{annex.gguf_header.MAX_NAME} that can be printed: {name!r:.40}...; download or "
+                "convert it again"
+            )
+        if name in file_of:
+            raise UserError(
+                f"got tensor {name} in {file_of[name]} and in {path}, expected it in one of them: "
+                "they are not of one model; download it again"
+            )
+        file_of[name] = path
 
 
 class ModelTensors(Mapping[str, Tensor]):

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from spec_runtime.cli import boundary, completion
-from spec_runtime.cli.terminal import visible
+from spec_runtime.cli.terminal import WordStream, visible
 
 VERBS = ("generate", "chat", "serve", "bench", "audit", "tune", "show", "pull", "push")
 
@@ -52,7 +52,7 @@ def _run(
     for verb in [verb for verb in verbs if verb in first] or verbs:
         module = importlib.import_module(f"{package}.{verb}")
         app.command(verb)(module.command)
-    warnings = logging.StreamHandler(sys.stderr)
+    warnings = logging.StreamHandler(WordStream(is_error=True))
     warnings.setFormatter(_OneLine())
     logging.getLogger("spec_runtime").handlers = [warnings]
     logging.getLogger("spec_runtime").setLevel(logging.INFO)

@@ -1,10 +1,7 @@
 """Implements spec-runtime chat: a conversation whose turns reuse the KV of earlier turns."""
 
 import re
-import shutil
 import signal
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -17,7 +14,7 @@ import typer
 
 from spec_runtime.cli import line_input, messages, options
 from spec_runtime.cli.flags import whole, with_flags
-from spec_runtime.cli.terminal import AnswerPrinter, streamed, visible
+from spec_runtime.cli.terminal import AnswerPrinter, WordStream, visible
 from spec_runtime.errors import ContextLengthError, UserError
 
 if TYPE_CHECKING:
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 
 # A line is a command if its first word is one: "/usr/bin/env" is not, "/rest" is a mistyped one.
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+SENDS_SLASH = "// in front sends a line with a slash as text"
 
 History = Annotated[
     bool,
@@ -146,7 +144,7 @@ class Chat:
         self.template_kwargs: dict[str, Any] | None = None
         self.help = ""
         self.commands = {
-            "help": Command("", "list these commands", self._help),
+            "help": Command("[COMMAND]", "list these commands, or one", self._help),
             "retry": Command("", "answer the last message anew", self._retry),
             "undo": Command("", "take the last message and its answer back", self._undo),
             "reset": Command("", "forget the conversation", self._reset),
@@ -188,19 +186,21 @@ class Chat:
             _note(f"error: {error}{' (/reset starts anew)' if is_too_long else ''}")
 
     def _run(self, name: str, argument: str) -> None:
-        wanted = self.commands.get(name)
-        if wanted is None:
-            names = ", ".join(f"/{each}" for each in self.commands)
-            near = get_close_matches(name, self.commands, 1)
-            meant = f"/{near[0]}, or another" if near else "one"
-            raise UserError(
-                f"got command /{name}, expected {meant} of {names}; // in front sends it as text"
-            )
+        wanted = self.commands[self._known(name)]
         if not wanted.argument and argument:
             raise UserError(f"got /{name} {argument!r:.60}, expected nothing after it")
         if wanted.argument and not wanted.argument.startswith("[") and not argument:
             raise UserError(f"got /{name} without anything, expected /{name} {wanted.argument}")
         wanted.run(argument)
+
+    def _known(self, name: str) -> str:
+        """Returns a command's name. Raises UserError, which names the nearest one, for others."""
+        if name not in self.commands:
+            names = ", ".join(f"/{each}" for each in self.commands)
+            near = get_close_matches(name, self.commands, 1)
+            meant = f"/{near[0]}, or another" if near else "one"
+            raise UserError(f"got command /{name}, expected {meant} of {names}; {SENDS_SLASH}")
+        return name
 
     # ---- answers ----
 
@@ -235,14 +235,18 @@ class Chat:
     # ---- commands ----
 
     def _help(self, argument: str) -> None:
-        for name, each in self.commands.items():
+        wanted = argument.removeprefix("/")
+        for name in [self._known(wanted)] if wanted else self.commands:
+            each = self.commands[name]
             _note(f"{f'/{name} {each.argument}':16} {each.what}", indent=17)
-        _note(f"{self.help} Ctrl-C clears the line or stops the answer, Ctrl-D leaves.")
+        if not wanted:
+            _note(f"All else is a message; {SENDS_SLASH}.")
+            _note(f"{self.help} Ctrl-C clears the line or stops the answer, Ctrl-D leaves.")
 
     def _retry(self, argument: str) -> None:
         before, results = self.session.messages, self._results
         try:
-            self._answer(self._take_back())
+            self._answer(self._take_back("answer anew"))
         finally:
             if len(self.session.messages) < len(before):  # there was no answer
                 self.session.messages, self._results = before, results
@@ -250,14 +254,15 @@ class Chat:
             _note("the same answer, as ever at temperature 0; /temperature 0.7 lets it vary")
 
     def _undo(self, argument: str) -> None:
-        _note(f"took back {self._take_back()!r:.80}")
+        _note(f"took back {self._take_back('take back')!r:.80}")
 
-    def _take_back(self) -> str:
-        """Removes the last message of the user's and what came after it; returns its text."""
+    def _take_back(self, purpose: str) -> str:
+        """Removes the last message of the user's and what came after it; returns its text. Raises
+        UserError, which names the purpose, if there is none."""
         said = self.session.messages
         asked = [index for index, each in enumerate(said) if each["role"] == "user"]
         if not asked:
-            raise UserError("got no message so far, expected one to take back; type it")
+            raise UserError(f"got no message so far, expected one to {purpose}; type it first")
         self.session.messages, self._results = said[: asked[-1]], self._results[:-1]
         return _text(said[asked[-1]])
 
@@ -286,7 +291,7 @@ class Chat:
         _note(f"loaded {len(loaded)} messages of {path}")
         if loaded:
             _note(f"the last one, of {loaded[-1]['role']}:")
-            print(streamed(_text(loaded[-1])), flush=True)
+            WordStream().write(f"{_text(loaded[-1])}\n")
 
     def _system(self, argument: str) -> None:
         if argument:
@@ -354,13 +359,8 @@ def _path(argument: str) -> Path:
 
 
 def _note(text: str, indent: int = 0) -> None:
-    """Prints a line that is not an answer. A terminal gets it broken between words, from the second
-    line on with an indent."""
-    text = visible(text)
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, columns, subsequent_indent=" " * min(indent, columns // 2))
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line that is not an answer."""
+    WordStream(is_error=True, indent=indent).write(f"{visible(text)}\n")
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 from spec_runtime.cli import answer_format, options
 from spec_runtime.cli import messages as message_files
 from spec_runtime.cli.flags import whole, with_flags
-from spec_runtime.cli.terminal import AnswerPrinter, streamed
+from spec_runtime.cli.terminal import AnswerPrinter, WordStream
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 
@@ -97,16 +97,13 @@ def _trace(
     from spec_runtime.trace.page import page
     from spec_runtime.trace.record import record
 
-    def show(text: str) -> None:
-        if not as_json:
-            print(streamed(text), end="", flush=True)
-
-    traced = record(engine, prompt, show, **settings)
+    words = WordStream()
+    traced = record(engine, prompt, str if as_json else words.write, **settings)
     write_atomically(out, page(traced))
     if as_json:
         print(json.dumps(report(traced.result)))
     else:
-        print(flush=True)
+        words.write("\n")
         print(options.summary_line(traced.result), file=sys.stderr)
 
 

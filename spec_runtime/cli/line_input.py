@@ -9,13 +9,12 @@ import sys
 import termios
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from spec_runtime.cli import options
-from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.errors import UserError
+from spec_runtime.cli.terminal import WordStream, visible
 from spec_runtime.files.installed import install
+from spec_runtime.files.machine import own_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -96,23 +95,6 @@ class EditedInput:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def state_folder() -> Path:
-    """Returns specsplit's folder in the user's state (XDG_STATE_HOME, or ~/.local/state).
-
-    Raises UserError for a user without a home where XDG_STATE_HOME is not set either.
-    """
-    root = os.environ.get("XDG_STATE_HOME")
-    if root:
-        return Path(root) / "specsplit"
-    try:
-        return Path.home() / ".local" / "state" / "specsplit"
-    except RuntimeError:
-        raise UserError(
-            "got neither XDG_STATE_HOME nor a home folder, expected one of them to keep the "
-            "history in; set XDG_STATE_HOME to a folder"
-        ) from None
-
-
 def _open_history() -> "History | None":
     """Returns the history on disk, which only its user may read.
 
@@ -121,11 +103,12 @@ def _open_history() -> "History | None":
     from prompt_toolkit.history import FileHistory
 
     try:
-        path = state_folder() / HISTORY
+        path = own_folder("XDG_STATE_HOME", ".local/state", "the history") / HISTORY
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except (OSError, ValueError) as error:
-        Console(stderr=True).print(f"warning: no history is kept: {visible(error)}", soft_wrap=True)
+        warning = f"warning: no history is kept: {visible(error)}\n"
+        WordStream(is_error=True).write(warning)
         return None
     return FileHistory(path)
 

@@ -4,11 +4,13 @@ Names, categories and texts come from manifests, prompt files and models, whose 
 have put anything into them.
 """
 
-import sys
-from typing import TYPE_CHECKING, Any, TextIO
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 from rich import box
+from rich.cells import cell_len
 
 if TYPE_CHECKING:
     from spec_runtime import Chunk
@@ -34,15 +36,6 @@ def visible(data: object) -> str:
     return str(data).translate(_ESCAPES)
 
 
-def streamed(text: str, to: TextIO | None = None) -> str:
-    """Returns a piece of generated text as it is to be printed on `to`, standard output if None.
-
-    A terminal gets control characters as visible escapes, except for line ends and tabs; a file or
-    a pipe gets the text unchanged.
-    """
-    return text.translate(_ESCAPES_OF_TEXT) if (to or sys.stdout).isatty() else text
-
-
 class Console(rich.console.Console):
     """A console of `rich` that takes strings as they stand: no markup, no emoji codes, no colours
     guessed. Data still goes through `visible`."""
@@ -61,6 +54,55 @@ class Console(rich.console.Console):
         self.quiet = True
 
 
+class WordStream:
+    """Writes text as it comes, and cuts no word at a terminal's edge: a word within a line waits
+    until it is whole, or too long for the line. Control characters but line ends and tabs become
+    visible escapes there. A file or a pipe gets all at once, as it is.
+
+    It goes to standard output, or to standard error if it `is_error`. Lines that are broken go on
+    with an indent.
+    """
+
+    def __init__(self, is_error: bool = False, indent: int = 0) -> None:
+        self._console, self._indent = Console(stderr=is_error), indent
+        self._column = 0
+        self._held: list[tuple[str, str]] = []  # a word's parts and their styles
+        self._is_begun = False  # some of the word is printed
+
+    def write(self, text: str, style: str = "") -> None:
+        """Writes a piece of text, but for the word at its end, which a blank releases."""
+        file = self._console.file
+        if not file.isatty():
+            self._print(text, style)
+            return
+        columns = shutil.get_terminal_size().columns
+        for part in re.findall(r"\S+|\s", text.translate(_ESCAPES_OF_TEXT)):
+            is_blank = part.isspace()
+            if not is_blank:
+                self._held.append((part, style))
+            width = sum(cell_len(each) for each, _ in self._held)
+            is_long = self._column + width > columns
+            if is_blank or is_long or self._is_begun or not self._column:
+                if is_long and self._column and not self._is_begun:
+                    self._column = min(self._indent, columns // 2)
+                    self._print("\n" + " " * self._column)
+                for held in self._held:
+                    self._print(*held)
+                self._column, self._held, self._is_begun = self._column + width, [], not is_blank
+                if self._column > columns:  # of a word longer than a line
+                    self._column %= columns
+            if is_blank and (part == "\n" or self._column < columns):  # whose end is a blank
+                self._print(part, style)
+                stop = 8 - self._column % 8 if part == "\t" else 1
+                self._column = 0 if part == "\n" else self._column + stop
+
+    def _print(self, text: str, style: str = "") -> None:
+        if style:
+            self._console.print(text, end="", style=style, soft_wrap=True)
+        else:
+            print(text, end="", file=self._console.file, flush=True)
+
+
 # The colours of tokens by depth: the target's own, the first guess, the second, and so on.
 DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta")
 
@@ -75,7 +117,7 @@ class AnswerPrinter:
 
     def __init__(self, is_coloured: bool = False) -> None:
         self._is_coloured = is_coloured
-        self._console = Console(stderr=not is_coloured)
+        self._answer, self._thinking = WordStream(), WordStream(is_error=True)
         self._is_thinking = False  # it was printed last
 
     def print(self, chunk: "Chunk") -> None:
@@ -83,20 +125,19 @@ class AnswerPrinter:
         if self._is_coloured:
             for piece in chunk.pieces:
                 style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
-                self._console.print(streamed(piece.text), end="", style=style, soft_wrap=True)
+                self._answer.write(piece.text, style)
             return
         for part in chunk.parts:
             if part.kind == "thinking":
-                text = streamed(part.text, sys.stderr)
-                self._console.print(text, end="", style="dim", soft_wrap=True)
+                self._thinking.write(part.text, "dim")
             else:
                 if self._is_thinking:
-                    print("\n", file=sys.stderr, flush=True)
-                print(streamed(part.text), end="", flush=True)
+                    self._thinking.write("\n\n")
+                self._answer.write(part.text)
             self._is_thinking = part.kind == "thinking"
 
     def end(self, mark: str = "") -> None:
         """Ends the answer's last line, on whose end a mark may stand."""
         if self._is_thinking:
-            print(file=sys.stderr, flush=True)
-        print(mark, flush=True)
+            self._thinking.write("\n")
+        self._answer.write(f"{mark}\n")

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -128,21 +129,34 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
+    return own_folder("XDG_CACHE_HOME", ".cache", "files")
 
-    Raises UserError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
-    set either.
-    """
-    root = os.environ.get("XDG_CACHE_HOME")
-    if root:
+
+def own_folder(variable: str, default: str, what: str) -> Path:
+    """Returns specsplit's folder below the one that a variable names, or below a default in the
+    user's home; raises UserError where both are missing, as in some containers, and says what
+    would be kept there."""
+    if root := os.environ.get(variable):
         return Path(root) / "specsplit"
     try:
-        return Path.home() / ".cache" / "specsplit"
+        return Path.home() / default / "specsplit"
     except RuntimeError:
         raise UserError(
-            "got neither XDG_CACHE_HOME nor a home folder, expected one of them to keep files in; "
-            "set XDG_CACHE_HOME to a folder"
+            f"got neither {variable} nor a home folder, expected one of them to keep {what} in; "
+            f"set {variable} to a folder"
         ) from None
+
+
+def cpu_ticks(stat: Path = Path("/proc/stat")) -> tuple[float, float]:
+    """Returns the clock ticks for which other programs kept CPUs busy since the machine was
+    started, and those of all CPUs, idle or not; 0 and 0 where this is no Linux."""
+    try:
+        ticks = [int(each) for each in stat.read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return 0.0, 0.0
+    own = os.sysconf("SC_CLK_TCK") * time.process_time()
+    return sum(ticks) - sum(ticks[3:5]) - own, sum(ticks)  # 3 is idle, 4 waits for a disk
 
 
 def return_big_blocks() -> None:

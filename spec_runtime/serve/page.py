@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import Engine, GenerationResult, SamplingParams, Step
+from spec_runtime import Engine, SamplingParams, Step
 from spec_runtime.batch.lane import undrafted
+from spec_runtime.files.machine import cpu_ticks
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.proposer import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -23,9 +24,11 @@ from spec_runtime.serve.service import Service
 from spec_runtime.serve.streams import event_of
 from spec_runtime.text.prompt import Prompt
 from spec_runtime.text.tokenizer import Codec
-from spec_runtime.trace.record import node_texts, whole_path
+from spec_runtime.trace.record import node_texts, token_text, whole_path
 from spec_runtime.trees.drawing import accepted_nodes
 from spec_runtime.trees.tree import TokenTree
+
+MOST_OF_OTHERS = 0.2  # of the CPUs, which other programs may use while speeds are compared
 
 # Nothing is loaded from elsewhere, and no other page may show this one in a frame.
 PAGE_HEADERS = {
@@ -117,38 +120,43 @@ async def _events(
     calls: list[Call],
     recorders: list[TreeRecorder],
 ) -> AsyncGenerator[str, None]:
+    codec, names, busy = service.engine.tokenizer, {}, ""
+    before = cpu_ticks()
     async for _, chunk in answers:
+        if service.queue.admission.num_requests > 1:
+            busy = "while other requests were answered"
         if chunk.token_ids or chunk.pieces:
             pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
+            for token, depth in zip(chunk.token_ids, chunk.depths, strict=True):
+                if not codec.decode([token] * 2):  # once, a space may be nothing
+                    names[token] = token_text(codec, [], token)
+                    pieces.append(["", depth, names[token]])
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
-    yield await service.writing.run(
-        lambda: _last_event(answers.results[0], service.engine, drafter, calls[0], recorders)
-    )
+    others, whole = (now - then for now, then in zip(cpu_ticks(), before, strict=True))
+    if not busy and others > MOST_OF_OTHERS * whole:
+        busy = f"while other programs used {others / whole:.0%} of the CPUs"
 
+    def last_event() -> str:
+        result, tree = answers.results[0], recorders[0].last if recorders else None
+        shown = None if tree is None else shown_tree(codec, drafter, *tree)
+        stats = result.stats
+        figures = {
+            "drafter": drafter,
+            "precision": service.engine.target.precision,
+            "finish_reason": result.finish_reason,
+            "prompt_ids": calls[0].prompt,
+            "token_ids": result.token_ids,
+            "names": names,
+            "busy": busy,
+            "steps": stats.steps,
+            "tokens_per_second": stats.tokens_per_second,
+            "accepted_length": stats.accepted_length,
+            "acceptance_by_depth": stats.acceptance_by_depth,
+            "prefill_seconds": stats.prefill_seconds,
+        }
+        return event_of({"result": figures, "tree": shown})
 
-def _last_event(
-    result: GenerationResult,
-    engine: Engine,
-    drafter: str,
-    call: Call,
-    recorders: list[TreeRecorder],
-) -> str:
-    tree = recorders[0].last if recorders else None
-    shown = None if tree is None else shown_tree(engine.tokenizer, drafter, *tree)
-    stats = result.stats
-    figures = {
-        "drafter": drafter,
-        "precision": engine.target.precision,
-        "finish_reason": result.finish_reason,
-        "prompt_ids": call.prompt,
-        "token_ids": result.token_ids,
-        "steps": stats.steps,
-        "tokens_per_second": stats.tokens_per_second,
-        "accepted_length": stats.accepted_length,
-        "acceptance_by_depth": stats.acceptance_by_depth,
-        "prefill_seconds": stats.prefill_seconds,
-    }
-    return event_of({"result": figures, "tree": shown})
+    yield await service.writing.run(last_event)
 
 
 def shown_tree(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> dict[str, Any]:

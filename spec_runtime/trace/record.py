@@ -90,7 +90,7 @@ def record(
     assert answering.result is not None, "it goes on"
     codec = engine.tokenizer
     steps = _traced(codec, raw)
-    return Trace(codec.decode(call.prompt), engine.drafter, steps, answering.result)
+    return Trace(codec.spelled(call.prompt), engine.drafter, steps, answering.result)
 
 
 def _traced(codec: Codec, raw: Sequence[_Raw]) -> tuple[TracedStep, ...]:
@@ -127,17 +127,18 @@ def node_texts(
 ) -> tuple[list[str], str | None]:
     """Returns the text of each node and of the bonus, each as it reads after the text before it.
 
-    The bonus is None if the step has none. An end-of-sequence token, which has no text, is "(end)".
+    The bonus is None if the step has none.
     """
-
-    def text(before: list[int], token: int) -> str:
-        if token in codec.eos:
-            return "(end)"
-        return codec.decode([*before, token])[len(codec.decode(before)) :]
-
     tokens = tree.token_N
     paths = [tree.path(node) for node in range(tree.num_nodes)]
-    texts = [text(tokens[each[:-1]].tolist(), int(tokens[each[-1]])) for each in paths]
+    texts = [token_text(codec, tokens[each[:-1]].tolist(), int(tokens[each[-1]])) for each in paths]
     if step.num_accepted == len(step.tokens):
         return texts, None
-    return texts, text(tokens[list(path)].tolist(), step.tokens[-1])
+    return texts, token_text(codec, tokens[list(path)].tolist(), step.tokens[-1])
+
+
+def token_text(codec: Codec, before: list[int], token: int) -> str:
+    """Returns a token's text after other tokens, or its name if it adds none, as control tokens do;
+    never nothing."""
+    added = codec.decode([*before, token])[len(codec.decode(before)) :]
+    return added or codec.spelled([token]) or f"token {token}"

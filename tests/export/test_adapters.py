@@ -166,6 +166,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_tensor(f, lambda t, n: t.update({n.replace("q_proj", "qkv"): t[n] + 1})),
         "changes 1 tensor unknown to its base model: model.layers.0.self_attn.qkv.weight",
     ),
+    "one twice": (
+        lambda f: change_tensor(f, lambda t, n: t.update({n.removeprefix(lora.PREFIX): t[n] + 1})),
+        rf"got ({lora.PREFIX})?(\S+) and (?!\1)\S*\2, which are one tensor of the adapter",
+    ),
     "not json": (lambda f: (f / "adapter_config.json").write_text("{"), "restore the file"),
 }
 

@@ -410,6 +410,8 @@ def test_a_part_that_is_missing_or_misnamed_is_named(tmp_path: Path) -> None:
     kept = third.read_bytes()
     third.write_bytes(second.read_bytes())
     refused(first, r"tiny-00003-of-00003.gguf is part 1 by its header \(split.no.*expected 2 by")
+    third.write_bytes(kept.replace(b"blk.1.", b"blk.0."))
+    refused(first, r"got tensor blk.0\S+ in .*0000[12]-of-00003.gguf and in .*/tiny-00003-of-00003")
     third.write_bytes(kept[:-100])
     refused(first, r"tiny-00003-of-00003.gguf is no whole GGUF file: tensor .* ends at byte")
     third.unlink()

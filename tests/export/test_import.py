@@ -452,6 +452,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a layer that is not there": (
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}, {}, r"got taps \[1, 2, 30\], expected",
     ),
+    "one tensor twice": ({}, {"model.fc.weight": torch.ones(1)}, "got tensors fc.weight and model"),
     "another target's fc": ({}, {"fc.weight": torch.ones(32, 90)}, "got fc of 90 inputs"),
     "another target's tokens": ({}, {"d2t": OFFSETS["d2t"] + 60}, "got a map d2t that is neither"),
     "a norm with two axes": ({}, {"norm.weight": torch.ones(2, 2)}, r"norm\.weight of shape"),

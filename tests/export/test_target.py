@@ -333,6 +333,15 @@ def test_stray_files_beside_the_weights_are_not_read(folder: Path, form: str) ->
     assert fingerprint(folder) == alone
 
 
+@pytest.mark.parametrize("end", ["safetensors", "bin"])
+def test_a_tensor_in_two_files_is_refused_with_both(folder: Path, end: str) -> None:
+    split(folder, is_pickled=end == "bin")
+    first, second = sorted(folder.glob(f"*-of-00002.{end}"))
+    shutil.copy(first, second)
+    said = refusal(lambda: load(folder))
+    assert f" in {first} and in {second}, expected it in one of them" in said
+
+
 def test_a_whole_file_beside_an_old_index_is_read(folder: Path) -> None:
     """As transformers does, which looks at the index only where there is no whole file."""
     weights = split(folder)

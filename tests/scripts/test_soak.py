@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
+from itertools import repeat
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,7 @@ def test_the_soak_notices_a_wrong_answer(
 
 
 @pytest.mark.parametrize(
-    ("memory_mb", "files", "expected"),
+    ("in_use_mb", "files", "expected"),
     [
         ([100, 150, 151, 151], [5, 5, 5, 5], []),
         ([100, 150, 160, 190], [5, 5, 5, 5], ["memory"]),
@@ -62,12 +64,23 @@ def test_the_soak_notices_a_wrong_answer(
     ],
 )
 def test_what_grows_is_noticed(
-    memory_mb: list[float], files: list[int], expected: list[str]
+    in_use_mb: list[float], files: list[int], expected: list[str]
 ) -> None:
-    # a sample a minute; the last half counts
+    # a sample a minute; the last half counts, and resident memory, which grows, does not
     samples = [
-        soak.Sample(60.0 * i, 2.0 * mb, mb, threads=4, files=count)
-        for i, (mb, count) in enumerate(zip(memory_mb, files, strict=True))
+        soak.Sample(60.0 * i, 900.0, 200.0 + 9 * i, mb, threads=4, files=count)
+        for i, (mb, count) in enumerate(zip(in_use_mb, files, strict=True))
     ]
     failures = soak.sizes(samples)["failures"]
     assert [failure.split()[0] for failure in failures] == expected
+
+
+def test_memory_in_use_is_what_is_not_freed() -> None:
+    """Of the C library's large and small blocks, and of Python's own."""
+    large, small = partial(bytes, 60_000_000), lambda: [*map(bytes, repeat(900, 60_000))]
+    for make in (large, small, lambda: [*map(float, range(600_000))]):
+        before = soak.in_use()
+        kept = [make()]
+        assert 40 < soak.in_use() - before < 80
+        kept.clear()
+        assert soak.in_use() - before < 5

@@ -110,9 +110,11 @@ def open_folder(path: Path) -> ForeignFolder:
         return ForeignFolder(path, [path / "config.json", *weight_files(path, None)], config, {})
     heads = [path / name for name in HEADS if (path / name).is_file()]
     files = heads[:1] or weight_files(path, None)
-    tensors = {
-        name.removeprefix("model."): tensor for name, tensor in read_tensors(files, MEDUSA).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(files, MEDUSA).items():
+        short = name.removeprefix("model.")
+        if tensors.setdefault(short, tensor) is not tensor:
+            raise UserError(f"{path}: got tensors {short} and model.{short}, expected one of them")
     is_whole_model = not heads and "0.0.linear.weight" in tensors
     return ForeignFolder(path, [path / "config.json", *files], config, tensors, is_whole_model)
 

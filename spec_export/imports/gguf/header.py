@@ -126,9 +126,12 @@ def _read(files: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GGUFH
                 f"{file} is part {part!r:.40} by its header (split.no, counted from 0), expected "
                 f"{number} by its name: name the parts as they were"
             )
-        twice = tensors.keys() & header.tensors.keys()
-        if twice:
-            raise UserError(f"{file} holds tensor {min(twice)}, which an earlier part holds too")
+        twice = min(tensors.keys() & header.tensors.keys(), default=None)
+        if twice is not None:
+            raise UserError(
+                f"got tensor {twice} in {tensors[twice].path} and in {file}, expected it in one of "
+                "them: they are not of one model; download it again"
+            )
         tensors |= header.tensors
     total = first.values.get("split.tensors.count", len(tensors))
     if total != len(tensors):
