@@ -229,8 +229,8 @@ class ResponseReader:
             return False
         if self._has_calls and not self._is_begun:
             after = self._last and self._last.next and self._last._replace(open=self._last.next)
-            template = self._template
-            bare = [*(template.wrapped if self._last else template.bare), *filter(None, [after])]
+            known = self._template.wrapped if self._last else self._template.bare
+            bare = [*known, *([after] if after else [])]
             if (head := self._head_at(begin, bare)) is not False:
                 return head is not None and self._begin_call(begin, *head)
         if (region := self._region_at(begin, True)) is None:
