@@ -18,6 +18,7 @@ from spec_runtime.dialogue.response_template import (
     CallForm,
     Region,
     ResponseTemplate,
+    any_of,
     template_of,
 )
 from spec_runtime.dialogue.tools import ToolCall, checked_tools
@@ -57,11 +58,6 @@ def _marks_of(content: str, quote: str) -> dict[str, re.Pattern[str]]:
         raw = r"|[\x00-\x1f]" if is_object else ""
         inside[each] = re.compile(rf"{escapes}{re.escape(each)}{raw}", re.DOTALL)
     return inside
-
-
-@functools.lru_cache(64)
-def _any_of(*texts: str) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)))
 
 
 class _Value:
@@ -229,8 +225,8 @@ class ResponseReader:
             return False
         if self._has_calls and not self._is_begun:
             after = self._last and self._last.next and self._last._replace(open=self._last.next)
-            template = self._template
-            bare = [*(template.wrapped if self._last else template.bare), *filter(None, [after])]
+            known = self._template.wrapped if self._last else self._template.bare
+            bare = [*known, *([after] if after else [])]
             if (head := self._head_at(begin, bare)) is not False:
                 return head is not None and self._begin_call(begin, *head)
         if (region := self._region_at(begin, True)) is None:
@@ -487,8 +483,8 @@ class ResponseReader:
         text, form = self._text, call.form
         assert form.ends is not None
         marks = [form.closing, *opening.beginnings() * self._has_depths]
-        start = max(begin, call.searched)
-        while found := _any_of(*marks).search(text, start):
+        mark, start = any_of(marks), max(begin, call.searched)
+        while found := mark.search(text, start):
             at, start = found.span()
             is_closing = found[0] == form.closing
             after = self._after(_FEW_SPACES, start) if is_closing else at

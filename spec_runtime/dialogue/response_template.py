@@ -137,7 +137,7 @@ class ResponseTemplate:
         self.thinking = thoughts[0] if thoughts else None
         self.text_end = texts[0].close if texts else NEVER
         ends = [mark for each in thoughts for mark in each.close.beginnings()]
-        self.thinking_ends = _any_of(ends)
+        self.thinking_ends = any_of(ends)
         opens = [*(each.open for each in self.regions), *(each.close for each in texts)]
         marks = [mark for each in opens for mark in each.beginnings()]
         run = rf"(?:(?:{_any(WRAPPERS)})\s{{0,100}}){{1,8}}"
@@ -145,7 +145,7 @@ class ResponseTemplate:
         # what finds them, and the marks that may have begun: without calls, and with them
         every = [*marks, *self.call_marks]
         self.markers = (
-            (_any_of(marks), marks),
+            (any_of(marks), marks),
             (re.compile(rf"```\w{{0,30}}|{run}|{_any(every)}"), every),
         )
         # the names of control tokens by which thinking and messages are found
@@ -161,7 +161,7 @@ class ResponseTemplate:
 
     def begins_in(self, text: str) -> bool:
         """Says whether an answer begins somewhere in this text of a prompt."""
-        places = (each.start() for each in _any_of(self.start.beginnings()).finditer(text))
+        places = (each.start() for each in any_of(self.start.beginnings()).finditer(text))
         return any(self.start.match(text, at)[0] > at for at in places)
 
 
@@ -172,7 +172,8 @@ def _marks(source: str) -> list[str]:
     return MARK.findall(source.replace("\\", ""))
 
 
-def _any_of(texts: Any) -> re.Pattern[str]:
+def any_of(texts: Any) -> re.Pattern[str]:
+    """Returns an expression that fits each of these texts, the first that does."""
     return re.compile(_any(texts) or r"(?!)")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from spec_runtime.dialogue.messages import Tools
 from spec_runtime.dialogue.stream import TextStream
 from spec_runtime.dialogue.thinking_matcher import AnyText
+from spec_runtime.grammar.base import Matcher
 from spec_runtime.grammar.path_masks import PathMasks
 from spec_runtime.interruption import Interrupted, Interruption
 from spec_runtime.loop.answer import AnswerForm, form_of
@@ -104,12 +105,11 @@ def make_call(
         return Call(prompt, request, text, form, stop_ids)
 
     def compile_grammar(interruption: Interruption) -> PathMasks:
-        is_free = grammar is None
-        matcher = (
-            AnyText(num_logits) if is_free else codec.matcher(grammar, num_logits, interruption)
-        )
+        matcher: Matcher = AnyText(num_logits)
+        if grammar is not None:
+            matcher = codec.matcher(grammar, num_logits, interruption)
         # EOS ends no thinking that a grammar's text has to follow
-        inside = form.after_thinking(matcher, () if is_free else codec.eos, num_logits, budget)
-        return PathMasks(inside, codec.eos)
+        eos = () if grammar is None else codec.eos
+        return PathMasks(form.after_thinking(matcher, eos, num_logits, budget), codec.eos)
 
     return Call(prompt, request, text, form, stop_ids, compile_grammar)

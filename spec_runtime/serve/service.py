@@ -34,7 +34,7 @@ from spec_runtime.serve.errors import ApiError, Json, as_api_error
 from spec_runtime.serve.metrics import Metrics
 from spec_runtime.serve.openai.replies import Echo, TokenTexts, is_small
 from spec_runtime.serve.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
-from spec_runtime.serve.openai.writers import ChatWriter, ChoicesReply, CompletionWriter, Reply
+from spec_runtime.serve.openai.writers import ChatWriter, ChoicesReply, CompletionWriter
 from spec_runtime.serve.responses.replies import ResponseReply, Shape
 from spec_runtime.serve.responses.requests import ENCRYPTED, ResponsesRequest, messages_of
 from spec_runtime.serve.responses.store import ResponseStore
@@ -46,6 +46,8 @@ from spec_runtime.text.prompt import encode_prompt
 STUCK_SECONDS = 10.0  # a long prompt is prepared in a few tenths, and read in many steps
 NUM_COUNTING, MOST_COUNTING = 2, 32  # threads, and requests for the tokens of texts
 NUM_WRITING = 2
+
+Reply = ChoicesReply | MessageReply | ResponseReply
 
 
 class Service:

@@ -57,10 +57,14 @@ def read(
     return thinking, text, [(call.name, json.loads(call.arguments_json)) for call in calls]
 
 
+def _tags(row: dict[str, Any]) -> Tags | None:
+    is_harmony = row["family"] == "harmony"
+    return HARMONY if is_harmony else Tags(*row["tags"]) if row["tags"] else None
+
+
 @pytest.mark.parametrize("row", TRANSCRIPTS, ids=lambda row: row["model"])
 def test_transcripts_are_read_whole_and_in_every_split(row: dict[str, Any]) -> None:
-    tags = row["tags"] and (HARMONY if "final" in row["tags"][1] else Tags(*row["tags"]))
-    template, answer = template_of(tags, row["family"]), row["answer"]
+    template, answer = template_of(_tags(row), row["family"]), row["answer"]
     expected = row["thinking"], row["text"], [(name, value) for name, value in row["calls"]]
     assert read(template, [answer], streams=False) == expected
     for split in range(len(answer) + 1):
@@ -77,15 +81,17 @@ _UNMARKED = ("Llama 3.1 to 3.3 | bare", "Apertus | by name", "DeepSeek-R1, fence
 @pytest.mark.parametrize("row", TRANSCRIPTS, ids=lambda row: row["model"])
 def test_marked_calls_may_leave_their_arguments_out(row: dict[str, Any]) -> None:
     answer, num_calls = _ARGUMENTS.subn("", row["answer"])
-    tags = row["tags"] and (HARMONY if "final" in row["tags"][1] else Tags(*row["tags"]))
-    said = answer.removeprefix(f"<think>{row['thinking']}</think>")
-    calls = [(name, value) if num_calls == 0 else (name, {}) for name, value in row["calls"]]
-    is_text = row["model"] in _UNMARKED
-    expected = row["thinking"], said if is_text else row["text"], [] if is_text else calls
+    if row["model"] in _UNMARKED:
+        said, calls = answer.removeprefix(f"<think>{row['thinking']}</think>"), []
+    else:
+        said, calls = (
+            row["text"],
+            [(name, {} if num_calls else value) for name, value in row["calls"]],
+        )
     for size in (1, 2, 3, 5, len(answer)):
         pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
-        found = read(template_of(tags, row["family"]), pieces, streams=size < len(answer))
-        assert found == expected, size
+        found = read(template_of(_tags(row), row["family"]), pieces, streams=size < len(answer))
+        assert found == (row["thinking"], said, calls), size
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,6 @@ ANSWERS: list[tuple[str, str, str | None, list[ToolCall]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "text", "content", "calls"), ANSWERS)
-def test_calls_are_read(family: str, text: str, content: str | None, calls: list[ToolCall]) -> None:
-    assert parse_calls(text, family) == (text if content is None else content, calls)
-
-
 MARKS = template_of(None, "hermes").marks
 
 
@@ -212,49 +207,34 @@ def test_parameters_are_read_by_their_schema(schema: Any, text: str, value: Any)
 
 
 XML = '<parameter name="a">1</parameter>\n<parameter name="b">\n</parameter>'
+QWEN_CALL = "<function=f>\n{}</function>", "<parameter={}>\n{}\n</parameter>\n"
+GLM_CALL = "<tool_call>f\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"
+XML_CALL = '<invoke name="f">{}</invoke>', '<parameter name="{}">{}</parameter>'
 
 
 @pytest.mark.parametrize(
-    ("form", "value"),
+    ("forms", "value"),
     [
-        ("qwen", "<parameter=b>\n1\n</parameter>\n<parameter=c>\n2\n</parameter>\n</function>"),
-        (
-            "qwen",
-            "<parameter=b>\n<parameter=c>\n2\n</parameter>\n</parameter>\n<parameter=d>3</parameter>",
-        ),
-        ("qwen", "its <parameter=b> is never closed"),
-        ("qwen", "<parameter=b>\n<parameter=c>\n2\n</parameter>"),
-        ("qwen", "a </parameter> b"),
-        ("glm", "<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
-        ("minimax", f"<config>{XML}</config>\n{XML}\n</invoke>"),
-        (
-            "deepseek",
-            '<｜DSML｜parameter name="b" string="true">1</｜DSML｜parameter></｜DSML｜invoke>',
-        ),
+        (QWEN_CALL, "<parameter=b>\n1\n</parameter>\n<parameter=c>\n</parameter>\n</function>"),
+        (QWEN_CALL, "<parameter=b>\n<parameter=c>\n2\n</parameter>\n</parameter>"),
+        (QWEN_CALL, "<parameter=b>\n<parameter=c>\n2\n</parameter>"),
+        (QWEN_CALL, "its <parameter=b> is never closed"),
+        (QWEN_CALL, "a </parameter> b"),
+        (GLM_CALL, "<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        (XML_CALL, f"<config>{XML}</config>\n{XML}\n</invoke>"),
     ],
 )
-def test_values_may_hold_calls(form: str, value: str) -> None:
+def test_values_may_hold_calls(forms: tuple[str, str], value: str) -> None:
     """Whole, and in pieces; text and a second call come after it."""
-    begin, between, end = {
-        "qwen": ("<function=f>\n<parameter={}>\n", "\n</parameter>\n", "</function>"),
-        "glm": ("<tool_call>f\n<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
-        "minimax": ('<invoke name="f"><parameter name="{}">', "</parameter>", "</invoke>"),
-        "deepseek": (
-            '<｜DSML｜invoke name="f"><｜DSML｜parameter name="{}" string="true">',
-            *("</｜DSML｜parameter>", "</｜DSML｜invoke>"),
-        ),
-    }[form]
-    head, opening = re.fullmatch(r"(.*f(?:>|\">|)\n?)(<.*)", begin, re.DOTALL).groups()  # type: ignore[union-attr]
-    tail = f"{opening.format('n')}7{between}{end}"
-    answer = f"{begin.format('a')}{value}{between}{tail} So.\n{head}{tail}"
-    properties = {"a": {"type": "string"}, "n": {"type": "integer"}}
-    offered = tool({"properties": properties})
-    expected = [{"a": value, "n": 7}, {"n": 7}]
+    whole, each = forms
+    last = each.format("n", 7)
+    answer = f"{whole.format(each.format('a', value) + last)} So.\n{whole.format(last)}"
+    offered = tool({"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}})
     for size in (1, 7, len(answer)):
-        parts, last = parts_of(CallReader("hermes", offered), answer, size)
-        content, calls = joined(parts + last)
-        assert [json.loads(call.arguments_json) for call in calls] == expected, size
-        assert content == "So."
+        parts, rest = parts_of(CallReader("hermes", offered), answer, size)
+        content, calls = joined(parts + rest)
+        found = [json.loads(call.arguments_json) for call in calls]
+        assert (content, found) == ("So.", [{"a": value, "n": 7}, {"n": 7}]), size
 
 
 QUOTED = '<|"|>it\'s "so, then}"<|"|>'
@@ -372,8 +352,9 @@ def parts_of(reader: ResponseReader, text: str, size: int) -> tuple[list[Part], 
 def test_streams_give_the_same_calls_piece_by_piece(size: int) -> None:
     for family, text, content, calls in ANSWERS:
         reader = CallReader(family)
+        expected = text if content is None else content, calls
         parts, rest = parts_of(reader, text, size)
-        assert joined(parts + rest) == (text if content is None else content, calls), text
+        assert joined(parts + rest) == expected == parse_calls(text, family), text
         only, rest = parts_of(CallReader(family, at_most=1), text, size)
         assert joined(only + rest)[1] == calls[:1], text
         is_read_whole = '"arguments": "' in text or text.startswith('{"arguments"')

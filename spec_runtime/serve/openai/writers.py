@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult, Part, TokenLogprob
 from spec_runtime.loop.answer import AnswerForm
@@ -28,43 +27,16 @@ from spec_runtime.serve.openai.schemas import StreamOptions
 from spec_runtime.serve.streams import event_of
 
 
-class Reply(Protocol):
-    """Writes the reply to one request, in the form of one API."""
-
-    def whole(self, results: Sequence[GenerationResult]) -> Object:
-        """Returns the whole reply."""
-        ...
-
-    def events(self, answers: Answers, index: int, chunk: Chunk) -> Iterator[str]:
-        """Yields the server-sent events of a stream for a chunk of the choice `index`."""
-        ...
-
-    def last_events(self, answers: Answers) -> Iterator[str]:
-        """Yields the events after all chunks."""
-        ...
-
-
-class Writer(Protocol):
-    """Writes the choices of one request."""
-
-    heading: Heading
-
-    def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
-        """Yields the choices that a stream has for this chunk of an answer in this form; the last
-        chunk's says why it ended."""
-        ...
-
-    def whole(self, index: int, result: GenerationResult) -> Object:
-        """Returns the whole choice."""
-        ...
-
-
 class ChoicesReply:
     """Writes a reply in OpenAI's form, whose choices a writer writes. `stream_options` are the
-    request's, if it has some."""
+    request's, if it has some. As the replies of other APIs do, it returns the whole reply, and
+    yields the server-sent events of a stream for a chunk of the choice `index`, and after all."""
 
     def __init__(
-        self, writer: Writer, stream_options: StreamOptions | None, num_prompts: int = 1
+        self,
+        writer: ChatWriter | CompletionWriter,
+        stream_options: StreamOptions | None,
+        num_prompts: int = 1,
     ) -> None:
         self._writer = writer
         self._options = stream_options or StreamOptions()
