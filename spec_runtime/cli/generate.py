@@ -1,7 +1,6 @@
 """Implements spec-runtime generate: continues one prompt, as streamed text or as JSON."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,7 +86,7 @@ def command(
         printer.print(chunk)
     printer.end()
     assert engine.last_result is not None
-    print(options.summary_line(engine.last_result, loading), file=sys.stderr)
+    WordStream(is_error=True).write(f"{options.summary_line(engine.last_result, loading)}\n")
 
 
 def _trace(
@@ -104,7 +103,7 @@ def _trace(
         print(json.dumps(report(traced.result)))
     else:
         words.write("\n")
-        print(options.summary_line(traced.result), file=sys.stderr)
+        WordStream(is_error=True).write(f"{options.summary_line(traced.result)}\n")
 
 
 def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[str, Any]]":
