@@ -180,28 +180,17 @@ def test_calls_of_all_kinds_are_taken_back() -> None:
 
 # ---- tools that nobody runs here, and choices ----
 
-SEARCHES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    (CHAT, {"messages": HELLO}, {"type": "web_search"}, {"type": "function", "function": FUNCTION}),
-    (RESPONSES, {"input": "hello"}, {"type": "web_search"}, {"type": "function", **FUNCTION}),
-    (
-        MESSAGES,
-        {"messages": HELLO, "max_tokens": 3},
-        {"type": "web_search_20250305", "name": "web_search"},
-        {"name": "look_up", "input_schema": FUNCTION["parameters"]},
-    ),
-]
 
-
-@pytest.mark.parametrize(("path", "body", "search", "own"), SEARCHES)
-def test_tools_of_other_servers_are_left_out_and_named(
-    client: Any, path: str, body: Any, search: Any, own: Any
-) -> None:
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+@pytest.mark.parametrize(
+    ("api", "kind"), [*zip(APIS, ("web_search", "web_search", "web_search_20250305"), strict=True)]
+)
+def test_tools_of_other_servers_are_left_out_and_named(client: Any, api: Any, kind: str) -> None:
+    search, own = {"type": kind, "name": "web_search"}, api.tool(FUNCTION)
     for tools in ([search], [own, search, search]):
-        reply = client.post(path, json={**body, limit: 3, "tools": tools})
+        reply = client.post(api.path, json={**api.body(3), "tools": tools})
         assert reply.status_code == 200, reply.text
-        assert reply.headers[HEADER] == f"tools: {search['type']}"
-    assert HEADER not in client.post(path, json={**body, limit: 3, "tools": [own]}).headers
+        assert reply.headers[HEADER] == f"tools: {kind}"
+    assert HEADER not in client.post(api.path, json=api.body(3, tools=[FUNCTION])).headers
 
 
 def test_blocks_of_anthropics_own_tools_are_left_out_and_named(client: Any) -> None:
