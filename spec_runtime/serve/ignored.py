@@ -3,6 +3,7 @@ answer, and so the tools that nobody runs here: clients send them to every serve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -48,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "n_probs"), 0),
     **dict.fromkeys(("no_repeat_ngram_size", "min_keep"), 0),
 }
+UNSEEN = re.compile(r"(input_)?(image|document|file|audio|video)(_url)?")  # parts of results
 
 
 class Tolerant(BaseModel):
@@ -80,14 +82,39 @@ class Tolerant(BaseModel):
         if not isinstance(data, dict):
             return handler(data)
         data = cls.rewritten(data)
+        unseen = [f"results: {kind}" for kind in _without_pictures(data)]
         ignored = {
             name: value
             for name, value in data.items()
             if _is_unused(cls.model_fields.get(name)) and changes_nothing(name, value)
         }
         made = handler({name: value for name, value in data.items() if name not in ignored})
-        made.ignore([*ignored, *made.left_out()])
+        made.ignore([*ignored, *made.left_out(), *unseen])
         return made
+
+
+def _without_pictures(body: dict[str, Any]) -> list[str]:
+    """Puts a text in place of each picture or file in a tool's result, and returns their kinds.
+    Agents send results again with every turn: one that is refused would end the conversation."""
+    kinds = []
+    for message in [*_objects(body.get("messages")), *_objects(body.get("input"))]:
+        for each in (message, *_objects(message.get("content"))):
+            is_item = str(each.get("type")).endswith("_call_output")
+            is_result = (
+                each.get("role") in ("tool", "function") or each.get("type") == "tool_result"
+            )
+            for part in _objects(each.get("output" if is_item else "content")):
+                kind = str(part.get("type"))
+                if (is_item or is_result) and UNSEEN.fullmatch(kind):
+                    text = f"[{kind}: left out, this model reads texts only]"
+                    part.clear()
+                    part.update(type="text", text=text)
+                    kinds.append(kind)
+    return kinds
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _is_unused(field: FieldInfo | None) -> bool:

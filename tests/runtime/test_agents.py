@@ -1,10 +1,11 @@
-"""What agents send: turns of Codex as it sent them, tools that nobody runs here, custom tools and
-namespaces, choices of several tools, forms of other servers, and thinking that is kept for us."""
+"""What agents send: turns of Codex and Claude Code as they sent them, tools that nobody runs here,
+pictures, choices of several tools, forms of other servers, and thinking that is kept for us."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from served import (
     chunks_of,
     in_process,
     post,
+    prompts_read,
     tool_engine,
     toy_engine,
 )
@@ -38,7 +40,13 @@ from spec_runtime.serve.responses.tools import Tools
 from spec_runtime.serve.settings import Settings
 
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
-CODEX = json.loads((Path(__file__).parent / "codex.json").read_text("utf-8"))["requests"]
+CODEX, CLAUDE = (
+    json.loads((Path(__file__).parent / f"{name}.json").read_text("utf-8"))["requests"]
+    for name in ("codex", "claude_code")
+)
+HERMES = AnswerForm(
+    Tags("<think>", "</think>"), family="hermes", tools=[{"type": "function", "function": FUNCTION}]
+)
 PATCH = {"type": "custom", "name": "patch", "description": "Changes files."}
 AGENTS: dict[str, Any] = {
     "type": "namespace",
@@ -53,7 +61,7 @@ def client() -> Iterator[Any]:
         yield made
 
 
-# ---- Codex ----
+# ---- Codex and Claude Code ----
 
 
 @pytest.mark.parametrize("turn", CODEX, ids=["asked", "called"])
@@ -64,6 +72,28 @@ def test_turns_of_codex_are_answered(client: Any, turn: dict[str, Any]) -> None:
     assert reply.status_code == 200, reply.text
     assert reply.headers[HEADER] == "client_metadata, tools: web_search"
     assert '"type":"response.incomplete"' in reply.text
+
+
+@pytest.mark.parametrize("turn", CLAUDE, ids=["asked", "called"])
+def test_turns_of_claude_code_are_answered(client: Any, turn: dict[str, Any]) -> None:
+    tools = CLAUDE[0]["tools"]
+    body = {**turn, "tools": tools[:1], "max_tokens": 4}
+    reply = client.post(MESSAGES, json=body)
+    assert (reply.status_code, reply.headers.get(HEADER)) == (200, None), reply.text
+    assert '"stop_reason":"max_tokens"' in reply.text
+    asked = MessagesRequest.model_validate({**body, "tools": tools}).as_chat()
+    assert [each["function"]["parameters"] for each in asked.tools or ()] == [
+        each["input_schema"] for each in tools
+    ]
+
+
+def test_a_call_is_written_as_claude_code_sends_it_back() -> None:
+    (block,) = CLAUDE[1]["messages"][2]["content"]
+    form = replace(HERMES, tools=[{"type": "function", "function": {"name": block["name"]}}])
+    text = called(block["name"], block["input"])
+    result = GenerationResult(text, [1], "stop", Stats(), form=form)
+    for said in MESSAGES_API.written(result, 5):
+        assert said.whole["content"] == [{**block, "id": said.ids[0]}]
 
 
 def test_all_of_codex_tools_are_functions_of_a_chat() -> None:
@@ -80,7 +110,7 @@ def test_all_of_codex_tools_are_functions_of_a_chat() -> None:
 def written(text: str, tools: list[Any], **more: Any) -> tuple[list[Any], Any]:
     """Returns the events and the items of an answer that calls these tools."""
     made = Tools(tools)
-    form = AnswerForm(Tags("<think>", "</think>"), family="hermes", tools=made.functions)
+    form = replace(HERMES, tools=made.functions)
     result = GenerationResult(text, [1], "stop", Stats(), form=form)
     shape = Shape(made, **more)
     streamed, whole = (ResponseReply("toy", {}, TEXTS, lambda r: None, shape) for _ in range(2))
@@ -150,28 +180,17 @@ def test_calls_of_all_kinds_are_taken_back() -> None:
 
 # ---- tools that nobody runs here, and choices ----
 
-SEARCHES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    (CHAT, {"messages": HELLO}, {"type": "web_search"}, {"type": "function", "function": FUNCTION}),
-    (RESPONSES, {"input": "hello"}, {"type": "web_search"}, {"type": "function", **FUNCTION}),
-    (
-        MESSAGES,
-        {"messages": HELLO, "max_tokens": 3},
-        {"type": "web_search_20250305", "name": "web_search"},
-        {"name": "look_up", "input_schema": FUNCTION["parameters"]},
-    ),
-]
 
-
-@pytest.mark.parametrize(("path", "body", "search", "own"), SEARCHES)
-def test_tools_of_other_servers_are_left_out_and_named(
-    client: Any, path: str, body: Any, search: Any, own: Any
-) -> None:
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+@pytest.mark.parametrize(
+    ("api", "kind"), [*zip(APIS, ("web_search", "web_search", "web_search_20250305"), strict=True)]
+)
+def test_tools_of_other_servers_are_left_out_and_named(client: Any, api: Any, kind: str) -> None:
+    search, own = {"type": kind, "name": "web_search"}, api.tool(FUNCTION)
     for tools in ([search], [own, search, search]):
-        reply = client.post(path, json={**body, limit: 3, "tools": tools})
+        reply = client.post(api.path, json={**api.body(3), "tools": tools})
         assert reply.status_code == 200, reply.text
-        assert reply.headers[HEADER] == f"tools: {search['type']}"
-    assert HEADER not in client.post(path, json={**body, limit: 3, "tools": [own]}).headers
+        assert reply.headers[HEADER] == f"tools: {kind}"
+    assert HEADER not in client.post(api.path, json=api.body(3, tools=[FUNCTION])).headers
 
 
 def test_blocks_of_anthropics_own_tools_are_left_out_and_named(client: Any) -> None:
@@ -398,6 +417,24 @@ def test_pictures_beside_the_text_are_refused(client: Any, name: str) -> None:
     assert reply.status_code == 400
     assert name in reply.json()["error"]["message"]
     post(client, CHAT, messages=[{**message, name: []}], max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("api", "kind"), [*zip(APIS, ("image_url", "input_file", "image"), strict=True)]
+)
+def test_a_picture_that_a_tool_gave_does_not_end_the_conversation(
+    client: Any, api: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is told what it does not see, and the header names it."""
+    result = GenerationResult(called("look_up", {"name": "Ada"}), [1], "stop", Stats(), form=HERMES)
+    said, prompts = api.written(result, 9)[0], prompts_read(monkeypatch)
+    told = {"type": "text", "text": f"[{kind}: left out, this model reads texts only]"}
+    picture, text = {"type": kind, kind: "aGk="}, {"type": "text", "text": "hi"}
+    for first, named in ((picture, f"results: {kind}"), (told, None)):
+        body = api.body(2, messages=api.returned(said, [first, text]))
+        reply = client.post(api.path, json=body)
+        assert (reply.status_code, reply.headers.get(HEADER)) == (200, named), reply.text
+    assert prompts[0] == prompts[1]
 
 
 def test_a_refusal_that_was_said_is_text() -> None:

@@ -200,7 +200,7 @@ COUNTED: list[Row] = [
     (said(USE, role="assistant"), None, "a last message of the assistant's"),
     ({"messages": [{"role": "assistant", "content": "I am"}]}, None, "nothing before it"),
     (said({"type": "tool_result"}), None, "its tool_use_id"),
-    (said({**RESULT, "content": [IMAGE]}), None, "messages[1].content[0].content[0]"),
+    (said({**RESULT, "content": [USE]}), None, "messages[1].content[0].content[0]"),
     (said({**RESULT, "content": 3}), None, "expected a text or blocks"),
     (said({**RESULT, "content": ["x"]}), None, "expected a text or blocks"),
     ({"system": [IMAGE]}, None, "system[0]"),
