@@ -60,8 +60,7 @@ class LoadOptions(Runtime):
     drafter: Annotated[
         str | None,
         Option(
-            "A drafter of the bundle, prompt_lookup, lookahead, or none",
-            unset="the bundle's first",
+            "A drafter of the bundle, prompt_lookup, lookahead, or none", unset="the bundle's first"
         ),
     ] = None
     lookup: Annotated[

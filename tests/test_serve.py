@@ -199,10 +199,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[processes.ServedBundles]:
 
 
 def test_loopback_may_be_written_in_capitals(
-    bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
-    served: list[processes.ServedBundles],
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, run: Run, served: list[processes.ServedBundles]
 ) -> None:
     bind = processes.bind
     monkeypatch.setattr(processes, "bind", lambda host, port: bind("127.0.0.1", port))

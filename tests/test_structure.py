@@ -50,9 +50,7 @@ def test_no_kind_of_file_has_more_lines_than_its_budget(kind: str) -> None:
     assert 1000 < structure.sizes()[kind] <= structure.BUDGETS[kind][0]
 
 
-def test_the_door_leads_to_the_annex_and_imports_nothing_of_it_by_itself(
-    found: Structure,
-) -> None:
+def test_the_door_leads_to_the_annex_and_imports_nothing_of_it_by_itself(found: Structure) -> None:
     """Its names are strings, which no other file has."""
     files = [module.replace(".", "/") for module in found.imports if "spec_export" in module]
     naming = {

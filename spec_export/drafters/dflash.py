@@ -43,12 +43,7 @@ from spec_export.drafters.bigram_pairs import conditioned_log_probs
 from spec_export.drafters.fields import AtLeastOne, AtLeastZero, Share
 from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, rotate
 from spec_export.drafters.losses import IGNORED, position_weights
-from spec_export.drafters.rollout import (
-    FusedConfig,
-    FusedDrafter,
-    attend_groups,
-    choose_groups,
-)
+from spec_export.drafters.rollout import FusedConfig, FusedDrafter, attend_groups, choose_groups
 from spec_export.model import decoder
 from spec_export.model.ends import TargetEnds
 from spec_export.model.modules.attention import key_positions

@@ -234,11 +234,7 @@ class DrafterBase(nn.Module):
 
     @torch.no_grad()
     def top_in_chunks(
-        self,
-        logits_of: Callable[..., Tensor],
-        rows: Sequence[Tensor],
-        num_rows: int,
-        top_k: int,
+        self, logits_of: Callable[..., Tensor], rows: Sequence[Tensor], num_rows: int, top_k: int
     ) -> tuple[Tensor, Tensor]:
         """Returns `top_tokens` of the logits of all `rows`, tensors [N, ...], which are made of
         `num_rows` rows at a time: those of all at once would be gigabytes."""
@@ -305,11 +301,7 @@ class DrafterBase(nn.Module):
 
 def level_config(config: Any) -> dict[str, Any]:
     """Returns what the proposers that draft level by level read of a drafter's config."""
-    return {
-        "num_guesses": config.num_guesses,
-        "max_width": config.max_width,
-        "top_k": config.top_k,
-    }
+    return {"num_guesses": config.num_guesses, "max_width": config.max_width, "top_k": config.top_k}
 
 
 def tokens_ahead(values_BT: Tensor, num_guesses: int, fill: int) -> Tensor:

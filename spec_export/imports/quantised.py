@@ -345,11 +345,7 @@ class QuantisedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self,
-        stored: Mapping[str, Tensor],
-        form: Form,
-        settings: Mapping[str, Any],
-        where: Path,
+        self, stored: Mapping[str, Tensor], form: Form, settings: Mapping[str, Any], where: Path
     ) -> None:
         """stored: all tensors as they are. where: their folder, for messages."""
         self._stored, self._form = stored, form

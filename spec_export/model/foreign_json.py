@@ -130,11 +130,7 @@ INDEX = _fields({"weight_map": dict[str, FileName]})
 SEARCH = _fields(_all(("num_guesses", "max_width", "top_k"), Rows))  # of our own exports
 # bitsandbytes' account of a matrix, which is stored as the bytes of a tensor
 MATRIX = _fields(
-    {
-        **_all(("blocksize", "nested_blocksize"), Count),
-        "nested_offset": float,
-        "shape": list[Count],
-    }
+    {**_all(("blocksize", "nested_blocksize"), Count), "nested_offset": float, "shape": list[Count]}
 )
 
 

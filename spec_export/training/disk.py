@@ -36,10 +36,7 @@ def foretell(
 
     of: what the room on the disk is for.
     """
-    parts = [
-        (memory, available_bytes(), "of memory"),
-        (disk, free_bytes(folder), "on the disk"),
-    ]
+    parts = [(memory, available_bytes(), "of memory"), (disk, free_bytes(folder), "on the disk")]
     said = " and ".join(
         f"{shown(int(need))} {where} ({shown(free)} are free)" for need, free, where in parts
     )

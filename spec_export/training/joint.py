@@ -193,10 +193,7 @@ class JointTrainer(Trainer):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         adapter = [p for p in self.joint_model.target.parameters() if p.requires_grad]
-        return [
-            *super().parameter_groups(),
-            {"params": adapter, "base_lr": self.joint.backbone_lr},
-        ]
+        return [*super().parameter_groups(), {"params": adapter, "base_lr": self.joint.backbone_lr}]
 
     def start_step(self) -> None:
         """Sets this step's weights.

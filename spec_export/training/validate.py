@@ -83,11 +83,7 @@ class Calibration:
         self._guesses: list[list[tuple[np.ndarray, np.ndarray]]] = []
 
     def add(
-        self,
-        token_T: np.ndarray,
-        loss_T: np.ndarray,
-        ids_RKC: np.ndarray,
-        log_prob_RKC: np.ndarray,
+        self, token_T: np.ndarray, loss_T: np.ndarray, ids_RKC: np.ndarray, log_prob_RKC: np.ndarray
     ) -> None:
         """Adds the labelled guesses of one sequence, see `guess_accuracy`."""
         R, K, _ = ids_RKC.shape

@@ -179,12 +179,7 @@ def tune(
 
 
 def _forecast(
-    passes: PassCosts,
-    num_nodes: int,
-    num_tokens: int,
-    merges: bool,
-    quick: bool,
-    sweep: bool,
+    passes: PassCosts, num_nodes: int, num_tokens: int, merges: bool, quick: bool, sweep: bool
 ) -> float:
     """Returns the seconds that all runs after the measurement of the target's passes will take.
 

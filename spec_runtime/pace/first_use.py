@@ -18,13 +18,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import LockedError
 from spec_runtime.pace.costs import Costs
-from spec_runtime.pace.measured import (
-    costs_of,
-    draft_ms,
-    measure_passes,
-    record,
-    without_lookup,
-)
+from spec_runtime.pace.measured import costs_of, draft_ms, measure_passes, record, without_lookup
 from spec_runtime.pace.profile import (
     FIRST_USE,
     Candidate,
@@ -127,8 +121,5 @@ def _candidate(engine: Engine, costs: Costs, limit: int, entry: DrafterInfo | No
         return Candidate("bundle", trees)
     speedup, length = max(gains)
     return Candidate(
-        "bundle",
-        trees,
-        expected_speedup=round(speedup, 4),
-        accepted_length=round(length, 4),
+        "bundle", trees, expected_speedup=round(speedup, 4), accepted_length=round(length, 4)
     )

@@ -118,10 +118,7 @@ class Pacer(ProposerWrapper):
     """
 
     def __init__(
-        self,
-        proposer: Proposer,
-        costs: Costs | None = None,
-        known: Known = Known(),
+        self, proposer: Proposer, costs: Costs | None = None, known: Known = Known()
     ) -> None:
         super().__init__(proposer)
         self._merged: MergedProposer | None = None  # a drafter with lookup, which never pauses

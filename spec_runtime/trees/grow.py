@@ -40,9 +40,7 @@ class TreeBuilder:
         return node
 
     def build(
-        self,
-        log_probs: Sequence[float] | None = None,
-        draws: Mapping[int, Draws] | None = None,
+        self, log_probs: Sequence[float] | None = None, draws: Mapping[int, Draws] | None = None
     ) -> TokenTree:
         """Returns the tree. `log_probs`: of the path to each node, if known. `draws`: of the nodes
         whose children were drawn."""

@@ -70,12 +70,7 @@ def check_one_pass(
 
 
 def _check_one_pass(
-    drafter: Any,
-    model: ir.Model,
-    folder: Path,
-    form: str,
-    tolerance: float,
-    of_rows: Any = np.max,
+    drafter: Any, model: ir.Model, folder: Path, form: str, tolerance: float, of_rows: Any = np.max
 ) -> None:
     batch = make_batch((24,), width_of(drafter))
     log_q_RKV = every_log_q(drafter, batch)

@@ -93,11 +93,7 @@ def test_amphista(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"heads": "own", "num_layers": 2, "num_heads": 3, "bias": True},
-        {"num_heads": 1},
-    ],
+    [{}, {"heads": "own", "num_layers": 2, "num_heads": 3, "bias": True}, {"num_heads": 1}],
 )
 def test_medusa(options: dict[str, Any], tmp_path: Path) -> None:
     """No graph has a product too many."""

@@ -367,10 +367,7 @@ def test_imported_drafters_change_no_token(
 
 @pytest.mark.slow
 def test_a_wrong_tap_is_found_and_named(
-    llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The drafter reads taps only, and has learnt the measured answers by heart."""
     hf_model, backbone = backbone_of(llama)

@@ -57,9 +57,7 @@ Exported = dict[str, tuple[Backbone, ir.Model, Path]]
 
 
 @pytest.fixture(scope="module")
-def exported(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Exported:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Exports each family's backbone with taps, once; gives its model and its file."""
     cache: Exported = {}
     for family in CASES:

@@ -259,10 +259,7 @@ IN_ITS_PLACE: dict[str, Callable[[Any], object]] = {
     "not a number": lambda path: path.write_text('{"key": NaN}'),
     "not UTF-8": lambda path: path.write_bytes(b'{"key": "\xff"}'),
     "a folder for a lock": lambda path: (path.write_text("{"), lock(path).mkdir()),
-    "a loop for a lock": lambda path: (
-        path.write_text("{"),
-        lock(path).symlink_to(lock(path)),
-    ),
+    "a loop for a lock": lambda path: (path.write_text("{"), lock(path).symlink_to(lock(path))),
     "a file for the folder": lambda path: (path.parent.rmdir(), path.parent.write_text("")),
     "a loop for the folder": lambda path: (
         path.parent.rmdir(),

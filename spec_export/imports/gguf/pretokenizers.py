@@ -103,11 +103,7 @@ _TABLE = {
     ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, r"\p{N}")),
     "deepseek-v3 hunyuan-dense hy_v4": PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            _HAN_AND_KANA,
-            rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
-        )
+        (r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}")
     ),
     "spark2_5": PreTokenizer(
         (

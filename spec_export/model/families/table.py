@@ -9,13 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from spec_export.model.families.family import (
-    SLIDING,
-    ExpertsTable,
-    Family,
-    Scale,
-    rope_everywhere,
-)
+from spec_export.model.families.family import SLIDING, ExpertsTable, Family, Scale, rope_everywhere
 from spec_runtime.errors import UnsupportedModelError
 from spec_runtime.files.mapping import brief
 

@@ -106,12 +106,7 @@ class DeviceRuns:
     """
 
     def __init__(
-        self,
-        session: Any,
-        graph: Graph,
-        capacity: int,
-        buffers: Mapping[str, Any],
-        copies: Copies,
+        self, session: Any, graph: Graph, capacity: int, buffers: Mapping[str, Any], copies: Copies
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
