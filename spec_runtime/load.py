@@ -1,7 +1,5 @@
 """Opens a bundle: its target, its tokenizer and one of its drafters, as an engine."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Lets each kind of hostile client at a server that runs a tiny bundle, beside eight ordinary
 clients: these are all answered, and /health answers meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

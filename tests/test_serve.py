@@ -1,7 +1,5 @@
 """Tests the command `spec-runtime serve`: processes, signals, what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks how the packages are built: no import circles, no long functions, few files at a root."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The bundle is put together in a temporary folder and renamed at the end, so that
 leaves nothing behind and any bundle that was there stays. Nothing but a bundle is ever replaced.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

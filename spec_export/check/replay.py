@@ -5,8 +5,6 @@ and backend. The transformers model sees no tree, mask or slot: it runs each pat
 node as a plain sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

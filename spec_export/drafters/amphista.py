@@ -15,8 +15,6 @@ SAL's output passes through a norm that learns and starts with the final feature
 the heads read rows like those that the target's head reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

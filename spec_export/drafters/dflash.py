@@ -28,8 +28,6 @@ W_1[guess k-1] ⊙ P norm(out_k) in place of W_1[guess k-1], and chooses among t
     L = Σ_k decay^k · CE(p_{t+2+k}, q_k),     p the target's distribution, k over the guesses
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 

@@ -18,8 +18,6 @@ because it starts from the target's last layer. EAGLE-2 has the same weights; th
 tree by path probability.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

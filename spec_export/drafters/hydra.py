@@ -17,8 +17,6 @@ All heads start as the target's own head: W_k picks h_t, and A and V are 0. Hydr
 own their output matrices and have biases; these share the target's and have none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal

@@ -5,8 +5,6 @@ its caller: in training each drafter has a mask of its own, and the traced graph
 attention with a cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -15,8 +15,6 @@ d if z is wider; it keeps the file of a small target small. All forms start as t
 head, which reads h_t, and V is 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 The files that rewrite a graph (slots, banks, quantize, half, tensorrt) share these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ TensorRT-RTX (`tensorrt_rtx`) builds without a GPU; TensorRT proper builds for t
 Networks are strongly typed: every tensor has the type that the graph gives it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

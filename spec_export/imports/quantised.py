@@ -5,8 +5,6 @@ dequantised to float32 anew when it is asked for, so that no more than one has t
 What a checkpoint says of its activations (W8A8, FP8) is not taken over: only weights are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

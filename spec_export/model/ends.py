@@ -1,7 +1,5 @@
 """Defines what drafters borrow from their target."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Fields that are not declared are left alone, and null stands for an absent one. 
 line: "model/config.json: .rope_theta: got str '1e4', expected float or null".
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Says in one line what long work will take, and what did not fit where a disk is full."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ The feature cache is a folder of flat arrays, one row a token, sequences back to
 An interrupted build goes on from the last whole block of sequences.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

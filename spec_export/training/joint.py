@@ -19,8 +19,6 @@ With FSDP the frozen weights of the target's layers are spread over the processe
 most of the memory. The adapter and the drafter stay whole in each process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

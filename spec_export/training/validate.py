@@ -6,8 +6,6 @@ runtime grows, so that no target has to run. Guesses that are conditioned on the
 measured after that guess's true token, as they stand in a tree below an accepted node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Finds the trees that are fastest on this machine: measures the times, predicts the speed-ups from
 recorded trees, and lets the best race plain decoding."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

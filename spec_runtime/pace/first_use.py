@@ -5,8 +5,6 @@ is expected to give, and drafting pauses where it does not pay (see pace/pacer.p
 real prompts as well, and finds more.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import replace

@@ -5,8 +5,6 @@ itself gets the same trees again. Requests that share passes have costs that are
 shared.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

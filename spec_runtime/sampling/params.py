@@ -1,7 +1,5 @@
 """Declares how a request's tokens are chosen and when its answer stops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Grows token trees from a drafter's candidates, by the growth that a budget names."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -5,8 +5,6 @@ other orders of summation (measures 3e-5 at most; a wrong row, position or state
 tenths).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

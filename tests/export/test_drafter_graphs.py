@@ -4,8 +4,6 @@ One graph has several of a drafter's switches: tests/export/test_formulas.py com
 with its formula.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

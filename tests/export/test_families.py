@@ -8,8 +8,6 @@ measures 2e-6 at most; a wrong frequency, norm, slot or mask moves logits by per
 random weights are large enough for attention to be peaked.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

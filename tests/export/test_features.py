@@ -1,7 +1,5 @@
 """Tests the feature cache: what it holds, and what stops, fills or damages it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tests that a tokenizer is the model's own: a GGUF file's metadata, a folder's tokenizer.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

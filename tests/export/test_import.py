@@ -1,7 +1,5 @@
 """Imports EAGLE-3 and P-EAGLE drafters as their libraries write them, and refuses others."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -3,8 +3,6 @@
 The bundles are those of a tiny random target; tests/test_contract.py tests how they generate.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

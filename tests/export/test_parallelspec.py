@@ -1,7 +1,5 @@
 """ParallelSpec: who sees whom in a parallel group, mask rows and losses by their definitions."""
 
-from __future__ import annotations
-
 import dataclasses
 from importlib import resources
 from typing import Any

@@ -3,8 +3,6 @@
 The folders are packed here by loops over single values, by the published layouts.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -4,8 +4,6 @@ Tolerance where both sides have the same integers: 2e-6 of the largest value (fl
 multiplied in another order).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

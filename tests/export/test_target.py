@@ -1,7 +1,5 @@
 """Tests what the target module says of, and reads from, the files of foreign models."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 That it computes what eager PyTorch does is tested with the other forms, in test_slots.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests which weights a run keeps: finite ones, averaged ones, those of the best step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

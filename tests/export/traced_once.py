@@ -1,7 +1,5 @@
 """Lets the tests of one run trace modules of equal make once, whichever of them comes first."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

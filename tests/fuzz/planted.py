@@ -1,7 +1,5 @@
 """Holds kinds with planted faults, by which tests see that the runner finds each of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

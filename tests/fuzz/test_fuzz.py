@@ -1,7 +1,5 @@
 """Proves that the fuzzing runner finds faults; `tools/ci/endure.py` has it try every kind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Tests marked `standin` run the real CUDA provider of ONNX Runtime, see tests/cuda_standin.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The machine profile on disk: how it is found, what damage does, what an engine makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests the thread count, from affinity and cgroup quota."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

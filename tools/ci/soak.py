@@ -24,8 +24,6 @@ as few in the last quarter as they were at most in the quarter before, or memory
 1 MB a minute over the last half (16 MB in all in a run of under two minutes).
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import json

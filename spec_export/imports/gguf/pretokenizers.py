@@ -10,8 +10,6 @@ and what lies between, become pieces of their own. With "smollm" the text "a 10\
 into "a ", "1", "0", "\n\n", "1", and then into "a", " ", "1", "0", "\n\n", "1".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spec_runtime.errors import UserError

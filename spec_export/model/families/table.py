@@ -4,8 +4,6 @@
 a line in `FAMILIES`. Where families have one layer in common, they have one table.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ A run copies its feeds there in one piece and brings back the outputs asked for.
 captured as CUDA graphs and replayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

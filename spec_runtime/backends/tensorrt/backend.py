@@ -6,8 +6,6 @@ asked for come back. A run takes the first profile that holds its shapes; a shap
 second time is captured as a CUDA graph and replayed from then on.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import weakref

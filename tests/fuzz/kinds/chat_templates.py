@@ -1,7 +1,5 @@
 """Chat templates: programs in Jinja that loop, grow, reach out of the sandbox or make no sense."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

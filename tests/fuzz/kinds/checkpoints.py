@@ -1,7 +1,5 @@
 """Drafters and training checkpoints: changed headers and damaged tensors whose hashes are right."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Command lines: random flags and values for every verb, on a bundle of a few kilobytes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

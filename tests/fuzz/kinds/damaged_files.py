@@ -1,7 +1,5 @@
 """Damaged files of a bundle: with hashes checked none passes, without them nothing crashes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

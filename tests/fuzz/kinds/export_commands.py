@@ -1,7 +1,5 @@
 """Command lines of spec-export that name no model: they are refused and leave folders alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

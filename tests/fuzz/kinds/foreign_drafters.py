@@ -1,7 +1,5 @@
 """Drafters of other libraries: changed configs, headers of weights and files, read for a target."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Strangers' drafters, adapters and quantised models: every declared field with hostile values."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import typing

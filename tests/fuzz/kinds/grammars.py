@@ -4,8 +4,6 @@ A bomb is short and takes minutes or gigabytes to compile, or crashes the librar
 accepted is followed for some tokens: its masks always allow one, and the tokens it forces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

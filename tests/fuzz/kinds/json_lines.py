@@ -1,7 +1,5 @@
 """JSON Lines: training data, prompts of bench and of distill; read lines are those JSON parses."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Manifests: types, sizes, depth, names and paths; whoever wrote them, the tokens stay right."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

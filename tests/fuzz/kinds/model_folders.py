@@ -1,7 +1,5 @@
 """Models to build from: changed configurations, damaged weights and tokenizers, GGUF headers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

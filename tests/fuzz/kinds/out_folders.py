@@ -3,8 +3,6 @@
 The model is never loaded: a build that gets so far is interrupted there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Machine profiles: a damaged one is dropped and measured anew, and none changes a token."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Prompts of all types: strings, messages, token ids and what is none of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recipes: changed TOML and overrides; one that is taken is the same after a round trip."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

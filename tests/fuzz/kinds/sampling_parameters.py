@@ -1,7 +1,5 @@
 """Sampling parameters: all fields, all types, extremes; what is accepted gives plain's tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizers: structural changes of tokenizer.json, and components that blow texts up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
