@@ -90,7 +90,7 @@ class Drafter(SequentialDrafter):
         super().__init__(config, ends, draft_token_ids)
         D = ends.dims.hidden_size
         self.heads = nn.ModuleList(
-            _Head(k, config, D, self.feature_scale) for k in range(config.num_guesses)
+            _Head(k, config, D, ends.feature_scale) for k in range(config.num_guesses)
         )
         if config.prefix_layer:
             self.prefix = DecoderLayer(ends.dims)

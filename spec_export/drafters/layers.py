@@ -103,8 +103,6 @@ class DrafterBase(nn.Module):
         self.fusion = None
         self.shortlist_size = 0
         self.shortlist: Shortlist | None = None
-        # the root mean square of a final feature, which the target's last norm gives it
-        self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
     @property
     def trains_output_head(self) -> bool:

@@ -43,3 +43,8 @@ class TargetEnds:
     cos: Tensor
     sin: Tensor
     last_layer: dict[str, Tensor]
+
+    @property
+    def feature_scale(self) -> float:
+        """Returns the root mean square of a final feature, which the target's last norm gives it."""
+        return self.final_norm_D.float().square().mean().sqrt().item()

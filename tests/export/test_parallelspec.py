@@ -31,7 +31,7 @@ def test_an_untrained_drafter_guesses_from_the_feature_as_it_is(style: str) -> N
     """What reads a feature starts as the identity, but for a little of the other inputs."""
     drafter = new_drafter(NAME, style=style, taps=(1,), num_masks=1, mask_feature="anchor")
     batch = make_batch(drafter)
-    feature = features_of(batch)[:, :-1, :D] * drafter.feature_scale
+    feature = features_of(batch)[:, :-1, :D] * target.ends(backbone()).feature_scale
     real, masks = drafter.hidden_rows(batch, torch.arange(7)[None])
     for rows in (real, masks[:, :, 0]):
         out = drafter.output_rows(rows)
