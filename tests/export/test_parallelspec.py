@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from formulas import D, attend, features_of, make_drafter, new_drafter, width_of
+from formulas import D, attend, backbone, features_of, make_drafter, new_drafter, width_of
 from formulas import make_batch as make_batch_of
 from tiny_backbone import VOCAB
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.parallelspec import Config, Drafter
 from spec_export.drafters.rollout import choose_anchors
+from spec_export.model import target
 from spec_export.training.checkpoint import load_drafter
 from spec_export.training.recipe import build_config
 
