@@ -38,7 +38,6 @@ class Kind:
     """
 
     name: str
-    about: str
     cases: Callable[[], SearchStrategy[Any]]
     open: Callable[[Path], Run]
     weight: float = 1.0

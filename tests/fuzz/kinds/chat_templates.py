@@ -226,11 +226,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "chat template",
-    "Jinja programs by a grammar: loops, growth, recursion, escapes; parse and render",
-    cases,
-    open_kind,
-    weight=12,
-    seconds=15,
-)
+KIND = Kind("chat template", cases, open_kind, weight=12, seconds=15)

@@ -68,10 +68,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "damaged file",
-    "flipped bits, cuts, swaps, zeroes, insertions in each file of a bundle",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("damaged file", cases, open_kind, weight=14)

@@ -106,12 +106,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "export command line",
-    "spec-export's verbs with random flags and no model: refused, folders left as they were",
-    cases,
-    open_kind,
-    weight=4,
-    seconds=20,
-    megabytes=2048,
-)
+KIND = Kind("export command line", cases, open_kind, weight=4, seconds=20, megabytes=2048)

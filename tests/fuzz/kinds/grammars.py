@@ -150,11 +150,4 @@ def _expanded(response_format: dict[str, Any]) -> dict[str, Any]:
     return _as_schema(schema) if levels else response_format
 
 
-KIND = Kind(
-    "grammar",
-    "JSON schemas, expressions and grammars, bombs among them; compile and follow",
-    cases,
-    open_kind,
-    weight=2,
-    seconds=20,
-)
+KIND = Kind("grammar", cases, open_kind, weight=2, seconds=20)

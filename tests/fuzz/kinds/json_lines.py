@@ -146,10 +146,4 @@ def open_kind(folder: Path) -> Run:
 
 
 __all__ = ["KIND", "Refused"]
-KIND = Kind(
-    "JSON Lines",
-    "training data and prompt files: types, U+2028, surrogates, depth, damage, xz",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("JSON Lines", cases, open_kind, weight=14)

@@ -112,10 +112,4 @@ def generate_as_plain(folder: Path, drafter: str | None, verify: bool = True) ->
         raise Wrong(f"tokens differ from plain decoding: {got} and {expected}")
 
 
-KIND = Kind(
-    "manifest",
-    "a manifest with changed values, types, names, paths, depth; load and generate, or show",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("manifest", cases, open_kind, weight=14)

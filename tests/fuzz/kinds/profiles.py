@@ -141,10 +141,4 @@ def _put(file: Path, content: bytes, stands: str | None) -> None:
         file.write_bytes(content)
 
 
-KIND = Kind(
-    "machine profile",
-    "all fields, their types, keys, bytes, another thing in the file's place; load and generate",
-    cases,
-    open_kind,
-    weight=10,
-)
+KIND = Kind("machine profile", cases, open_kind, weight=10)

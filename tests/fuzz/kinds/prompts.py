@@ -88,10 +88,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "prompt",
-    "strings, messages, content parts, token ids, surrogates, other types; generate and stream",
-    cases,
-    open_kind,
-    weight=12,
-)
+KIND = Kind("prompt", cases, open_kind, weight=12)

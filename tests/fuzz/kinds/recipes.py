@@ -147,10 +147,4 @@ def _require_sensible(recipe: Any) -> None:
             raise Wrong(f"takes a rate or weight that is not finite: {value}")
 
 
-KIND = Kind(
-    "recipe",
-    "TOML with changed values, types, keys, depth, bytes; overrides; a round trip",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("recipe", cases, open_kind, weight=14)

@@ -99,10 +99,4 @@ def _id(key: str) -> Any:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
 
 
-KIND = Kind(
-    "sampling parameters",
-    "all fields of SamplingParams, all types, extremes; tokens are plain decoding's",
-    cases,
-    open_kind,
-    weight=20,
-)
+KIND = Kind("sampling parameters", cases, open_kind, weight=20)

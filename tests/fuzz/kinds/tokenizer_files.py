@@ -166,10 +166,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "tokenizer",
-    "tokenizer.json with changed structure and odd components; encode, generate, decode",
-    cases,
-    open_kind,
-    weight=10,
-)
+KIND = Kind("tokenizer", cases, open_kind, weight=10)
