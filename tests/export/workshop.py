@@ -1,7 +1,5 @@
 """Makes tiny targets, drafters and bundles the real way, each once for all processes of a run."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +111,7 @@ class Workshop:
         return self._once(f"every-{precision}", lambda: self._every(precision, lanes))
 
     @property
-    def cuda(self) -> CudaWorkshop:
+    def cuda(self) -> "CudaWorkshop":
         """Returns the workshop of what is built for CUDA."""
         return CudaWorkshop(self.folder / "cuda")
 
