@@ -46,5 +46,5 @@ class TargetEnds:
 
     @property
     def feature_scale(self) -> float:
-        """Returns the root mean square of a final feature, which the target's last norm gives it."""
+        """Returns a final feature's root mean square, which the target's last norm gives it."""
         return self.final_norm_D.float().square().mean().sqrt().item()
