@@ -170,7 +170,7 @@ class CudaWorkshop(Workshop):
 
     def __init__(self, folder: Path, kind: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(folder)
-        self.target = self.target | dict(kind)
+        self.target = {**self.target, **kind}
 
     def _drafter(self, name: str) -> Path:
         model, _ = target.load(target.resolve(str(self.llama())))
