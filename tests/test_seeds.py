@@ -1,5 +1,7 @@
 """The same seed and arguments give the same tokens, whatever the target has answered before."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Uses the page of a running server in headless Chromium, by keyboard and by touch."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Engines that run the same file in the same way have one session, and nothing else, in common."""
 
+from __future__ import annotations
+
 import os
 import threading
 import weakref
