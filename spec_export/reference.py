@@ -1,7 +1,5 @@
 """Reads the package's own texts: the reference prompts, and prose to take perplexity on."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from pathlib import Path

@@ -3,8 +3,6 @@
 Library code takes a report and never prints. `cli/report.py` has the one that writes to a terminal.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

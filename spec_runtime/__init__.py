@@ -1,7 +1,5 @@
 """specsplit's runtime: draft, verify, accept. Needs neither torch nor transformers."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Ends a call before its answer does: from another thread, or because its time is over."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Opens a bundle: its target, its tokenizer and one of its drafters, as an engine."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -60,8 +58,7 @@ class LoadOptions(Runtime):
     drafter: Annotated[
         str | None,
         Option(
-            "A drafter of the bundle, prompt_lookup, lookahead, or none",
-            unset="the bundle's first",
+            "A drafter of the bundle, prompt_lookup, lookahead, or none", unset="the bundle's first"
         ),
     ] = None
     lookup: Annotated[

@@ -4,8 +4,6 @@ A declaration is such a dataclass. The flags of commands, the fields of HTTP req
 of the reference are made from it, so that an option is said once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import types

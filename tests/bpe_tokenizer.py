@@ -1,7 +1,5 @@
 """Makes a small byte-level BPE tokenizer, a few of whose tokens are longer than a byte."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """A clock for tests of what the loop says a generation cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

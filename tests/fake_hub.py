@@ -3,8 +3,6 @@
 Run as a program it serves until it is interrupted: python tests/fake_hub.py [PORT].
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -7,8 +7,6 @@ memory is full of junk and so is what was freed: who reads or writes at the wron
 tokens. `install` has sessions on CUDA compute on the CPU, in the order of that stream.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections import Counter, defaultdict

@@ -6,8 +6,6 @@ graph on ONNX Runtime, at the addresses and shapes that its context was given wh
 on the stream. What the real ones leave undefined is an error.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,12 +63,12 @@ class Engine:
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return name.removesuffix(".out") if name.startswith("kv.") else None
 
-    def create_runtime_config(self) -> IRuntimeConfig:
+    def create_runtime_config(self) -> "IRuntimeConfig":
         return IRuntimeConfig()
 
     def create_execution_context(
-        self, strategy: str | None = None, *, runtime_config: IRuntimeConfig | None = None
-    ) -> Context:
+        self, strategy: str | None = None, *, runtime_config: "IRuntimeConfig | None" = None
+    ) -> "Context":
         chosen = strategy if runtime_config is None else runtime_config.strategy
         assert chosen == "user managed", "a built-in allocation cannot be captured"
         return Context(self, runtime_config)

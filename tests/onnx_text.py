@@ -1,7 +1,5 @@
 """Makes small graphs from ONNX's own text form, see onnx.parser."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx

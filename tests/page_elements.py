@@ -1,7 +1,5 @@
 """Reads HTML pages for tests of what they hold."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

@@ -1,7 +1,5 @@
 """Keeps what a command says of its work, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Runs a command on a terminal of its own, as a person would use it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Makes a bundle of a few bytes and an engine on the toy target, for tests without real graphs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable
@@ -195,7 +193,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return stand_in
 
 
-def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_home(monkeypatch: "pytest.MonkeyPatch") -> None:
     """Takes this process's home, as for a user without an entry in the table of users."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,8 +1,6 @@
 """Tests bundles whose attention reads whole buffers, which float32 on CUDA takes: real graphs of a
 tiny target, with every drafter, give the tokens of plain decoding with a bias."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

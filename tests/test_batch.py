@@ -1,8 +1,6 @@
 """Tests that calls which are decoded together get what each gets by itself: with every drafter,
 greedy and seeded, whatever joins and leaves."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Sequence

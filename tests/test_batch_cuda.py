@@ -3,8 +3,6 @@
 Our code for CUDA drives ONNX Runtime's CPU provider here, see tests/host_cuda.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One run of the bench compares a real drafter with and without prompt lookup, and lookup alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +21,7 @@ def bench(*words: object) -> int:
     return end.value.code or 0
 
 
-def test_lookup_is_compared_at_equal_nodes(workshop: Workshop, tmp_path: Path) -> None:
+def test_lookup_is_compared_at_equal_nodes(workshop: "Workshop", tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     texts = ("one two. one two. one two.", "abc, abc, abc, abc, xyz")
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -45,7 +43,7 @@ def test_lookup_is_compared_at_equal_nodes(workshop: Workshop, tmp_path: Path) -
 
 
 def test_the_same_drafter_twice_is_refused(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: "Workshop", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n')
@@ -58,7 +56,7 @@ def test_the_same_drafter_twice_is_refused(
 
 
 def test_clients_are_answered_one_after_another_and_together(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: "Workshop", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(4)))

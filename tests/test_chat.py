@@ -1,7 +1,5 @@
 """Chat on a real terminal and on pipes: turns, keys, commands, and what stays after them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -355,10 +355,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         {"messages": messages, "category": "chat", "id": "m"},
     ]
     path.write_text("\n\n".join(json.dumps(row) for row in rows))
-    assert read_prompts(path) == [
-        BenchPrompt(1, "all", "text"),
-        BenchPrompt("m", "chat", messages),
-    ]
+    assert read_prompts(path) == [BenchPrompt(1, "all", "text"), BenchPrompt("m", "chat", messages)]
     write_prompts(path, *PROMPTS)
 
     def chosen(limit: int | None, per_category: int | None) -> list[str | int]:

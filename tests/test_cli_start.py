@@ -1,7 +1,5 @@
 """How the commands are found, named and completed, and where generate takes its prompt from."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

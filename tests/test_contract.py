@@ -5,8 +5,6 @@ The tests walk the registration table with real ONNX graphs of a tiny target (se
 paths are accepted; behind the others its text is noise, so that most drafts are refused somewhere.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

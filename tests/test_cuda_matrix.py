@@ -3,8 +3,6 @@
 The drafters are untrained: what is launched and copied does not depend on weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ All cases run in one process over tests/cuda_standin, whose numbers mean nothing
 calls is looked at, a section a run. Answers are compared in tests/runtime/test_ort_cuda.py.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the stand-in for CUDA itself: what it refuses, notices and counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

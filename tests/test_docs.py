@@ -202,7 +202,7 @@ CLAIMS: dict[str, dict[str, list[tuple[str, str, float, float]]]] = {
             ("runs two of", "strict.redone", 2, 2),
             ("of about 1,800 rows again", "strict.rows", 1750, 1850),
             ("less than half a per cent of the decoding", "strict.share_of_decoding", 0, 0.005),
-        ],
+        ]
     },
     "docs/results/index.md": {
         "bench-fp32": [

@@ -1,7 +1,5 @@
 """Runs every example on a tiny target, as a reader would."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,8 +1,6 @@
 """Checks the command for a GPU machine: its processes, what its parts find on the CPU, what makes
 it fail, and a whole run over the stand-in for CUDA."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -433,7 +431,7 @@ def cuda_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return graphs.random_bundle(tmp_path_factory.mktemp("cuda"), job.TINY, "cuda")
 
 
-def run_over(standin: StandIn, out: Path, words: Sequence[object]) -> tuple[int, str]:
+def run_over(standin: "StandIn", out: Path, words: Sequence[object]) -> tuple[int, str]:
     """Runs the command as a user does; returns its exit code and what it printed."""
     command = [sys.executable, "-m", "tools.gpu.check", "--toy", "--dry-run", "--out", out, *words]
     done = subprocess.run(
@@ -450,7 +448,7 @@ def run_over(standin: StandIn, out: Path, words: Sequence[object]) -> tuple[int,
 @pytest.mark.slow
 @pytest.mark.standin
 def test_every_part_runs_to_its_end_over_the_stand_in(
-    standin: StandIn,
+    standin: "StandIn",
     cuda_bundle: Path,
     tmp_path: Path,
     record_property: Callable[[str, object], None],

@@ -1,8 +1,6 @@
 """Lets each kind of hostile client at a server that runs a tiny bundle, beside eight ordinary
 clients: these are all answered, and /health answers meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -30,7 +28,7 @@ from tools.measure.load_server import MORE, Bounds, Ordinary, Server  # noqa: E4
 # Far wider than those of the load test: the machine may be busy. What a fault did took minutes, or
 # gigabytes.
 BOUNDS = Bounds(health=30, first=30, growth=500, patience=30)
-SECONDS = 0.6  # of a kind's rounds; what then still runs is left
+SECONDS = 0.4  # of a kind's rounds; what then still runs is left
 
 
 class Keeper:

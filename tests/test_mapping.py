@@ -1,7 +1,5 @@
 """Dataclasses from mappings and back: what is converted, what is refused and in which words."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

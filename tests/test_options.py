@@ -1,7 +1,5 @@
 """An option is said once: commands, requests, readers, typed arguments and pages take it over."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ block that is cut from an example is the example's, line for line, and the examp
 test_examples.py. A block that cannot run here says why in CANNOT_RUN.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import importlib

@@ -1,7 +1,5 @@
 """Figures say where they come from: those that tools write, and those in the repository."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ spec_export/model/demo.py; without a network the tests are skipped. Building the
 a minute and 0.7 GB of the temporary folder.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

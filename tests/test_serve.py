@@ -1,7 +1,5 @@
 """Tests the command `spec-runtime serve`: processes, signals, what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -199,10 +197,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[processes.ServedBundles]:
 
 
 def test_loopback_may_be_written_in_capitals(
-    bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
-    served: list[processes.ServedBundles],
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, run: Run, served: list[processes.ServedBundles]
 ) -> None:
     bind = processes.bind
     monkeypatch.setattr(processes, "bind", lambda host, port: bind("127.0.0.1", port))

@@ -1,8 +1,6 @@
 """Checks models some of whose layers see only a sliding window: real graphs of a tiny target give
 the greedy text of transformers, far beyond the window."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

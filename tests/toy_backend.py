@@ -5,8 +5,6 @@ slip in slots, mask or positions changes the output. The drafter refuses rows th
 protocol says. Both check the feeds' names, types and shapes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ with `write`, and is started by `run`, which tells a user's mistake in one line.
 of the checkout: `python -m tools.measure.compare --help`, from the root.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

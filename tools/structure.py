@@ -13,8 +13,6 @@ The exit code is 1 if there is a circle of modules or of rooms, an import that a
 have, a function or a root that is too long, or more lines of a kind than its budget.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import sys

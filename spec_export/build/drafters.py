@@ -1,7 +1,5 @@
 """Finds and loads the drafters of a build, and refuses those that it cannot take."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

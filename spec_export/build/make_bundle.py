@@ -4,8 +4,6 @@ The bundle is put together in a temporary folder and renamed at the end, so that
 leaves nothing behind and any bundle that was there stays. Nothing but a bundle is ever replaced.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,13 +172,7 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
     """Writes the target's graph, for a GPU the one that finds the largest logits, and for int8 the
     probe that products are exact on a CPU."""
     options = writer.options
-    graphs = {
-        "target": writer.write(
-            traced,
-            TARGET,
-            add_banks=keep_target,
-        )
-    }
+    graphs = {"target": writer.write(traced, TARGET, add_banks=keep_target)}
     graphs |= writer.write_lanes(graphs["target"])
     if options.device == "cuda":
         logits = next(value for value in traced.graph.outputs if value.name == "logits")
@@ -218,10 +210,7 @@ def _write_drafter(
         )
         graphs = {
             role: writer.write(
-                model,
-                f"drafters/{name}/{role}.onnx",
-                add_banks=add_banks,
-                precision=precision,
+                model, f"drafters/{name}/{role}.onnx", add_banks=add_banks, precision=precision
             )
             for role, model in exported.items()
         }
@@ -267,10 +256,7 @@ def _manifest(
             models.tokenizer, models.hf_model, folder, target.tokenizer_file(models.source)
         ),
         provenance=collect_provenance(
-            model=models.source.name,
-            source=models.source.kind,
-            drafters=about,
-            rounding=rounding,
+            model=models.source.name, source=models.source.kind, drafters=about, rounding=rounding
         ),
         files={},
     )

@@ -1,7 +1,5 @@
 """Makes the parts of a manifest: the target's, a drafter's and the tokenizer's entries."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Foretells what a build takes: memory at its peak, and room on the disk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

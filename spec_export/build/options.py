@@ -1,7 +1,5 @@
 """Holds everything a build can be asked for, and refuses combinations that cannot work."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

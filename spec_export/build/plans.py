@@ -1,7 +1,5 @@
 """Adds TensorRT plans to a bundle that is being built, and shows what they cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rewrites traced graphs as a build asks for them and writes them to the bundle's folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath

@@ -15,8 +15,6 @@ Then the answer is known, and it shows its candidates along it (AlongTruth):
 This file needs no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence

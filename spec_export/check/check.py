@@ -4,8 +4,6 @@ The graphs are compared step by step (see replay.py) and by perplexity. Then com
 if the bundle has drafters, their accepted length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ and backend. The transformers model sees no tree, mask or slot: it runs each pat
 node as a plain sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +88,7 @@ def make_scripts(text: Sequence[int], max_length: int) -> list[Script]:
         Script("random trees", trees),
         Script("permuted slots", trees, is_permuted=True),
         Script(
-            f"context of {len(text)}",
-            (*_chains(text[:-8], 64), (fork, list(range(len(trunk))))),
+            f"context of {len(text)}", (*_chains(text[:-8], 64), (fork, list(range(len(trunk)))))
         ),
     ]
 
@@ -108,10 +105,7 @@ class TransformersModel:
     """
 
     def __init__(
-        self,
-        hf_model: Any,
-        taps: Sequence[int] = (),
-        fusions: Mapping[str, Fusion] | None = None,
+        self, hf_model: Any, taps: Sequence[int] = (), fusions: Mapping[str, Fusion] | None = None
     ) -> None:
         self.model = hf_model
         self.taps, self.fusions = tuple(taps), dict(fusions or {})

@@ -1,7 +1,5 @@
 """Foretells what a distillation takes: memory at its peak, and room on the disk."""
 
-from __future__ import annotations
-
 from spec_export.distill.config import DistillConfig
 from spec_export.model import checkpoint, target
 from spec_export.model.config import read_config

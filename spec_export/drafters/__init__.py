@@ -1,7 +1,5 @@
 """Holds the drafters, one file each, with Config, module, loss and export; see README.md."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

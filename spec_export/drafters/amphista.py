@@ -15,8 +15,6 @@ SAL's output passes through a norm that learns and starts with the final feature
 the heads read rows like those that the target's head reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -153,7 +151,7 @@ class Drafter(HeadsDrafter):
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
             layer.start_as_identity()
-        scale_D = torch.full((ends.dims.hidden_size,), self.feature_scale)
+        scale_D = torch.full((ends.dims.hidden_size,), ends.feature_scale)
         self.final_norms = nn.ParameterList(scale_D.clone() for _ in range(stages))
         # the first half of the heads reads the first stage, the others the last
         self.stage_of_head = [0 if k < K // 2 else max(stages - 1, 0) for k in range(K)]

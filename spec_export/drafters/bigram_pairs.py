@@ -16,8 +16,6 @@ The tokens that are no candidates keep what they have: under P(c) the mean of P(
 number key mod H, of B keys each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -28,8 +28,6 @@ W_1[guess k-1] ⊙ P norm(out_k) in place of W_1[guess k-1], and chooses among t
     L = Σ_k decay^k · CE(p_{t+2+k}, q_k),     p the target's distribution, k over the guesses
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -43,12 +41,7 @@ from spec_export.drafters.bigram_pairs import conditioned_log_probs
 from spec_export.drafters.fields import AtLeastOne, AtLeastZero, Share
 from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, rotate
 from spec_export.drafters.losses import IGNORED, position_weights
-from spec_export.drafters.rollout import (
-    FusedConfig,
-    FusedDrafter,
-    attend_groups,
-    choose_groups,
-)
+from spec_export.drafters.rollout import FusedConfig, FusedDrafter, attend_groups, choose_groups
 from spec_export.model import decoder
 from spec_export.model.ends import TargetEnds
 from spec_export.model.modules.attention import key_positions

@@ -13,8 +13,6 @@ The model's row t+1 guesses token t+2, which is guess 0 of row t for all drafter
 mean cross-entropy of the answers' tokens plus prompt_weight · the mean of the other tokens'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -18,8 +18,6 @@ because it starts from the target's last layer. EAGLE-2 has the same weights; th
 tree by path probability.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +79,7 @@ class Drafter(RolloutDrafter):
         super().__init__(config, ends, draft_token_ids)
         D = ends.dims.hidden_size
         if config.normalise:
-            self.input_norm = nn.Parameter(torch.tensor([[self.feature_scale], [1.0]]).repeat(1, D))
+            self.input_norm = nn.Parameter(torch.tensor([[ends.feature_scale], [1.0]]).repeat(1, D))
         self.fc = fusion(2, D)
         self.fc_bias = nn.Parameter(torch.zeros(D))
         self.layers = nn.ModuleList(

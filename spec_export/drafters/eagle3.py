@@ -17,8 +17,6 @@ each of its rows. The drafters that others have published differ in a few norms 
 fields of `Config`; their names are those of the `speculators` library.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

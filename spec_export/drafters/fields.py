@@ -4,8 +4,6 @@ A config is a frozen dataclass and `Checked`, so that its annotations are all it
 field that is out of bounds.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le

@@ -8,8 +8,6 @@ the target's, turn it into a distribution q_k. The loss is
 with p the target's distribution of that token and s the soft weight.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

@@ -17,8 +17,6 @@ All heads start as the target's own head: W_k picks h_t, and A and V are 0. Hydr
 own their output matrices and have biases; these share the target's and have none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -92,7 +90,7 @@ class Drafter(SequentialDrafter):
         super().__init__(config, ends, draft_token_ids)
         D = ends.dims.hidden_size
         self.heads = nn.ModuleList(
-            _Head(k, config, D, self.feature_scale) for k in range(config.num_guesses)
+            _Head(k, config, D, ends.feature_scale) for k in range(config.num_guesses)
         )
         if config.prefix_layer:
             self.prefix = DecoderLayer(ends.dims)

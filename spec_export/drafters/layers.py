@@ -5,8 +5,6 @@ its caller: in training each drafter has a mask of its own, and the traced graph
 attention with a cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -105,8 +103,6 @@ class DrafterBase(nn.Module):
         self.fusion = None
         self.shortlist_size = 0
         self.shortlist: Shortlist | None = None
-        # the root mean square of a final feature, which the target's last norm gives it
-        self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
     @property
     def trains_output_head(self) -> bool:
@@ -234,11 +230,7 @@ class DrafterBase(nn.Module):
 
     @torch.no_grad()
     def top_in_chunks(
-        self,
-        logits_of: Callable[..., Tensor],
-        rows: Sequence[Tensor],
-        num_rows: int,
-        top_k: int,
+        self, logits_of: Callable[..., Tensor], rows: Sequence[Tensor], num_rows: int, top_k: int
     ) -> tuple[Tensor, Tensor]:
         """Returns `top_tokens` of the logits of all `rows`, tensors [N, ...], which are made of
         `num_rows` rows at a time: those of all at once would be gigabytes."""
@@ -305,11 +297,7 @@ class DrafterBase(nn.Module):
 
 def level_config(config: Any) -> dict[str, Any]:
     """Returns what the proposers that draft level by level read of a drafter's config."""
-    return {
-        "num_guesses": config.num_guesses,
-        "max_width": config.max_width,
-        "top_k": config.top_k,
-    }
+    return {"num_guesses": config.num_guesses, "max_width": config.max_width, "top_k": config.top_k}
 
 
 def tokens_ahead(values_BT: Tensor, num_guesses: int, fill: int) -> Tensor:

@@ -3,8 +3,6 @@
 p is the target's distribution, q the drafter's; R counts rows with a label.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

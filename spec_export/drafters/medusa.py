@@ -8,8 +8,6 @@ this code it is guess k − 1. W1 starts at 0. W2 is the target's LM head, froze
 copy of it that learns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -172,8 +172,8 @@ class Drafter(DrafterBase):
             for layer in self.layers:
                 layer.start_as_identity()
             if config.style == "eagle":
-                nn.init.constant_(self.input_norm[0], self.feature_scale)
-            norm_D = torch.full((D,), self.feature_scale)
+                nn.init.constant_(self.input_norm[0], ends.feature_scale)
+            norm_D = torch.full((D,), ends.feature_scale)
         if config.style == "medusa":
             self.final_norm = nn.Parameter(norm_D)
 

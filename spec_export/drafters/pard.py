@@ -13,8 +13,6 @@ of this file's tensors is the model's row t+1, whose guess 0 is that of row t fo
 the graph mask d has the id V + d − 1, V being the target's number of tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 

@@ -13,8 +13,6 @@ So mask row d is EAGLE-3's level d with constants in place of token and predicti
 mask d has the id V + d − 1, and whatever feature its row is fed is not read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

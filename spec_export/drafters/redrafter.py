@@ -15,8 +15,6 @@ d if z is wider; it keeps the file of a small target small. All forms start as t
 head, which reads h_t, and V is 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,10 +61,10 @@ class Drafter(SequentialDrafter):
         self.layers = nn.ParameterList(torch.zeros(E, E) for _ in range(num_layers))
         self.biases = nn.ParameterList(torch.zeros(E) for _ in range(num_layers))
         if config.head == "own":
-            own = self.feature_scale * self.head_VD.float()
+            own = ends.feature_scale * self.head_VD.float()
             self.own_head = nn.Parameter(F.pad(own, (0, E - D)))
         else:
-            self.norm = nn.Parameter(torch.full((D,), self.feature_scale))
+            self.norm = nn.Parameter(torch.full((D,), ends.feature_scale))
             if config.width == "both":
                 self.narrow = nn.Parameter(torch.cat((torch.eye(D), torch.zeros(D, D))))
         self.begin_with_zeros(D)  # the recurrent part of the first state

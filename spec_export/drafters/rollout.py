@@ -4,8 +4,6 @@ A *level* is one run of the layers at every real row, along the true tokens. Lev
 target's features, each further level what the one before it predicted, as drafting does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any

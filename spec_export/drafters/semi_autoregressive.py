@@ -22,8 +22,6 @@ This is the paper's mean over all tokens but for the weight of the last few. Wit
 is the paper's "separate" training.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -8,8 +8,6 @@ Inputs are scaled to a root mean square of 1 before any weight: an embedding's e
 times smaller than a feature's, and weights of one size cannot serve both.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -20,8 +20,6 @@ common scale of all e(l) is contained. In the paper E rotates with the others.
 The graph holds the target's own layers, so it is made from the backbone that the bundle has.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

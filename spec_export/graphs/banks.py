@@ -9,8 +9,6 @@ by node.
 """
 )
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The files that rewrite a graph (slots, banks, quantize, half, tensorrt) share these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -54,10 +52,7 @@ class GraphEditor:
         return add_initializer(self.graph, tensor, self.name(stem))
 
     def add_input(
-        self,
-        name: str,
-        dtype: ir.DataType,
-        shape: Sequence[int | str | ir.SymbolicDim | None],
+        self, name: str, dtype: ir.DataType, shape: Sequence[int | str | ir.SymbolicDim | None]
     ) -> ir.Value:
         """Appends an input to the graph and returns it; `name` is taken as given."""
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))

@@ -6,8 +6,6 @@ quantises each row's activations in blocks of 32 as well, so that a tree node do
 siblings.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 

@@ -6,8 +6,6 @@ is MatMulNBits on d·q, plus the block sums of x times m.
 That is one MatMulNBits, quicker with blocks of 64 or 128.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ product, stay in float32, because a sum over a vocabulary overflows float16. All
 outputs keep their types.
 """
 
-from __future__ import annotations
-
 import onnx_ir as ir
 
 from spec_export.graphs.edit import add_initializer, remove_unused_initializers

@@ -5,8 +5,6 @@ Each conversation has a lane: key/value caches, banks and a mask of its own. All
 over the rows of all lanes together.
 """
 
-from __future__ import annotations
-
 import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, input_at, remove_dead

@@ -1,7 +1,5 @@
 """Quantises a matrix of a graph when its arrays are written, some rows at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Finds weights that sit on a grid of few steps already, and notes what quantising changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -87,12 +87,7 @@ class _SharedValues:
     """
 
     def __init__(
-        self,
-        edit: GraphEditor,
-        first: ir.Node,
-        slots: ir.Value,
-        seqlens: ir.Value,
-        mask: ir.Value,
+        self, edit: GraphEditor, first: ir.Node, slots: ir.Value, seqlens: ir.Value, mask: ir.Value
     ) -> None:
         """seqlens: the last slot in use, i32[1]. mask: the graph's input bool[1, 1, N, S]."""
         self.edit, self.first, self.slots, self.seqlens = edit, first, slots, seqlens

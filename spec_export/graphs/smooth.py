@@ -9,8 +9,6 @@ left out because no norm stands in front of them; folding their s into v and up 
 more in those weights than it saves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

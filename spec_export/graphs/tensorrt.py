@@ -4,8 +4,6 @@ TensorRT-RTX (`tensorrt_rtx`) builds without a GPU; TensorRT proper builds for t
 Networks are strongly typed: every tensor has the type that the graph gives it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -26,14 +24,7 @@ from spec_runtime.backends.cuda.api import open_cuda
 from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt.api import DTYPES, TensorRT, import_tensorrt
-from spec_runtime.bundle.manifest import (
-    LANE,
-    LANE_ROWS,
-    Graph,
-    Plan,
-    TensorSpec,
-    written_name,
-)
+from spec_runtime.bundle.manifest import LANE, LANE_ROWS, Graph, Plan, TensorSpec, written_name
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.installed import install
 from spec_runtime.files.writing import sha256
@@ -241,11 +232,7 @@ def hash_graph(path: Path) -> str:
 
 
 def build_plan(
-    trt: TensorRT,
-    path: Path,
-    graph: Graph,
-    profiles: Sequence[Profile],
-    compute_capability: str,
+    trt: TensorRT, path: Path, graph: Graph, profiles: Sequence[Profile], compute_capability: str
 ) -> memoryview:
     """Returns the serialised engine, which is as large as the weights and is not copied.
 

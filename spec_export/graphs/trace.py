@@ -3,8 +3,6 @@
 The result is the contiguous form of a graph; `slots` makes the form that ONNX Runtime runs from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -5,8 +5,6 @@ dequantised to float32 anew when it is asked for, so that no more than one has t
 What a checkpoint says of its activations (W8A8, FP8) is not taken over: only weights are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,11 +343,7 @@ class QuantisedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self,
-        stored: Mapping[str, Tensor],
-        form: Form,
-        settings: Mapping[str, Any],
-        where: Path,
+        self, stored: Mapping[str, Tensor], form: Form, settings: Mapping[str, Any], where: Path
     ) -> None:
         """stored: all tensors as they are. where: their folder, for messages."""
         self._stored, self._form = stored, form

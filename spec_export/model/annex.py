@@ -3,8 +3,6 @@
 No other module outside of the annex names its modules, but for the commands.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

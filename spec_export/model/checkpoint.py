@@ -4,8 +4,6 @@ models have them.
 All classes here map names to tensors, read a tensor each time it is asked for, and keep none.
 """
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Reads the shape of a decoder from a transformers config, and makes its rotary tables."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -227,12 +227,7 @@ class Backbone(nn.Module):
         return shared, [written]
 
     def shared_inputs(
-        self,
-        position_ids: Tensor,
-        mask: Tensor,
-        write_index: Tensor,
-        src: Tensor,
-        perm: Tensor,
+        self, position_ids: Tensor, mask: Tensor, write_index: Tensor, src: Tensor, perm: Tensor
     ) -> SharedInputs:
         """Returns what all layers read in one pass; for shapes see `forward`."""
         scale = self.query_scale_S

@@ -4,8 +4,6 @@ A deferred parameter lies on torch's meta device, so that computing with it by m
 knows how to read itself. Nothing keeps what was read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

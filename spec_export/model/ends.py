@@ -1,7 +1,5 @@
 """Defines what drafters borrow from their target."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,3 +43,8 @@ class TargetEnds:
     cos: Tensor
     sin: Tensor
     last_layer: dict[str, Tensor]
+
+    @property
+    def feature_scale(self) -> float:
+        """Returns a final feature's root mean square, which the target's last norm gives it."""
+        return self.final_norm_D.float().square().mean().sqrt().item()

@@ -3,8 +3,6 @@
 Importing torch and transformers takes seconds: what a look at the files shows is refused before.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Fields that are not declared are left alone, and null stands for an absent one. 
 line: "model/config.json: .rope_theta: got str '1e4', expected float or null".
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,11 +128,7 @@ INDEX = _fields({"weight_map": dict[str, FileName]})
 SEARCH = _fields(_all(("num_guesses", "max_width", "top_k"), Rows))  # of our own exports
 # bitsandbytes' account of a matrix, which is stored as the bytes of a tensor
 MATRIX = _fields(
-    {
-        **_all(("blocksize", "nested_blocksize"), Count),
-        "nested_offset": float,
-        "shape": list[Count],
-    }
+    {**_all(("blocksize", "nested_blocksize"), Count), "nested_offset": float, "shape": list[Count]}
 )
 
 

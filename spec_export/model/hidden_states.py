@@ -1,7 +1,5 @@
 """Runs a transformers model for what drafters read of it: the final feature and inner layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Joins a model's named chat templates into one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ whatever is wrong with the files is a UserError of one line, every tensor is acc
 such code is ever run.
 """
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping

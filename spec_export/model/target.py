@@ -1,7 +1,5 @@
 """Finds the target (folder, hub id, GGUF file or built-in demo), loads it and lends its ends."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -3,8 +3,6 @@
 Fresh pages for every activation would cost half of a training step on a CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

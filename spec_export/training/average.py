@@ -7,8 +7,6 @@ the beginning are soon forgotten and short runs are averaged over their last par
 step, 0.5 at step 8, 0.92 at step 100.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

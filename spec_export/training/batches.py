@@ -4,8 +4,6 @@ Sequences are not packed after one another: no sequence sees another, and a draf
 needs no mask between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

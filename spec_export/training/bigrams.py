@@ -11,8 +11,6 @@ A pair that was seen once counts as one that was not, which halves the table. w 
 the drafter's own guess has seen the context, and with it much of what p says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -89,10 +89,7 @@ def origin(saved: SavedDrafter) -> dict[str, Any]:
 
     `weights` is the SHA-256 of the drafter's file, `earlier` the `provenance` of its own run.
     """
-    return {
-        "weights": sha256(saved.path / "drafter.safetensors"),
-        "earlier": saved.provenance,
-    }
+    return {"weights": sha256(saved.path / "drafter.safetensors"), "earlier": saved.provenance}
 
 
 # ---- training checkpoints ----

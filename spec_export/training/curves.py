@@ -1,7 +1,5 @@
 """Keeps a run's training curve: sums between two lines of it, `curves.csv` and `curves.png`."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Says in one line what long work will take, and what did not fit where a disk is full."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +34,7 @@ def foretell(
 
     of: what the room on the disk is for.
     """
-    parts = [
-        (memory, available_bytes(), "of memory"),
-        (disk, free_bytes(folder), "on the disk"),
-    ]
+    parts = [(memory, available_bytes(), "of memory"), (disk, free_bytes(folder), "on the disk")]
     said = " and ".join(
         f"{shown(int(need))} {where} ({shown(free)} are free)" for need, free, where in parts
     )

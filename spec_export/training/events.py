@@ -4,8 +4,6 @@ The tags are `train/…` (loss, lr, gradient_norm, tokens_per_second, top1_0, �
 (accepted_length, top1_0, top5_0, ece_0, …).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -11,8 +11,6 @@ The feature cache is a folder of flat arrays, one row a token, sequences back to
 An interrupted build goes on from the last whole block of sequences.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -146,11 +144,7 @@ def build(
 
 
 def wait(
-    folder: Path,
-    examples: Sequence[Example],
-    width: int,
-    fingerprint: str,
-    taps: Sequence[int],
+    folder: Path, examples: Sequence[Example], width: int, fingerprint: str, taps: Sequence[int]
 ) -> None:
     """Waits until another process has built the cache that `build` would build.
 
@@ -171,10 +165,7 @@ def _is_complete(folder: Path, wanted: CacheFacts, width: int, num_sequences: in
 
 
 def _facts(
-    examples: Sequence[Example],
-    width: int,
-    fingerprint: str,
-    taps: Sequence[int],
+    examples: Sequence[Example], width: int, fingerprint: str, taps: Sequence[int]
 ) -> CacheFacts:
     """Returns the facts of a cache that is still empty."""
     num_features = width * (1 + len(taps))
@@ -210,11 +201,7 @@ def _shown(value: Any) -> str:
 
 
 def _build(
-    folder: Path,
-    examples: Sequence[Example],
-    model: Any,
-    about: CacheFacts,
-    progress: Any,
+    folder: Path, examples: Sequence[Example], model: Any, about: CacheFacts, progress: Any
 ) -> None:
     """Does what `build` does, once the folder is locked; `about` says what is wanted."""
     if (folder / "cache.json").is_file():

@@ -3,8 +3,6 @@
 Both are written whole or not at all, with a header in JSON that lists the SHA-256 of every file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

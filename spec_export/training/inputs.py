@@ -1,7 +1,5 @@
 """Refuses a training run that cannot begin, before torch is imported, which takes seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Sequence

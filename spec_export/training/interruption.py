@@ -1,7 +1,5 @@
 """Keeps Ctrl-C and SIGTERM out of the moments in which a run's state is half of two steps."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

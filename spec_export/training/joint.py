@@ -19,8 +19,6 @@ With FSDP the frozen weights of the target's layers are spread over the processe
 most of the memory. The adapter and the drafter stay whole in each process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -193,10 +191,7 @@ class JointTrainer(Trainer):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         adapter = [p for p in self.joint_model.target.parameters() if p.requires_grad]
-        return [
-            *super().parameter_groups(),
-            {"params": adapter, "base_lr": self.joint.backbone_lr},
-        ]
+        return [*super().parameter_groups(), {"params": adapter, "base_lr": self.joint.backbone_lr}]
 
     def start_step(self) -> None:
         """Sets this step's weights.

@@ -1,7 +1,5 @@
 """Keeps what a training run says of itself: its curve, its lines and its TensorBoard events."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Foretells what a training run takes: memory at its peak, and room on the disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import nn

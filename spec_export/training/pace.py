@@ -1,7 +1,5 @@
 """Predicts when a training run ends, from its last steps and its last validation."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Checks that a checkpoint belongs to the run that is to go on from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ so, and the drafter is trained on them (trainer.py). With a [joint] section an a
 trains too (joint.py).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

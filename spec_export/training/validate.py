@@ -6,8 +6,6 @@ runtime grows, so that no target has to run. Guesses that are conditioned on the
 measured after that guess's true token, as they stand in a tree below an accepted node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -83,11 +81,7 @@ class Calibration:
         self._guesses: list[list[tuple[np.ndarray, np.ndarray]]] = []
 
     def add(
-        self,
-        token_T: np.ndarray,
-        loss_T: np.ndarray,
-        ids_RKC: np.ndarray,
-        log_prob_RKC: np.ndarray,
+        self, token_T: np.ndarray, loss_T: np.ndarray, ids_RKC: np.ndarray, log_prob_RKC: np.ndarray
     ) -> None:
         """Adds the labelled guesses of one sequence, see `guess_accuracy`."""
         R, K, _ = ids_RKC.shape

@@ -3,8 +3,6 @@
 A backend runs one graph and owns its KV buffers. It sees arrays by name, never tokens or trees.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Runs a pass over several conversations with ONNX Runtime: each in its own buffers, all in one
 graph."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A CUDA graph, like a TensorRT execution context, holds for one shape. The feeds 
 those of the graph forms, see bundle.manifest.Graph and loop/kv.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

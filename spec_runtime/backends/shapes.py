@@ -1,7 +1,5 @@
 """Computes shapes, sizes and widths that all backends need."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ file, and threads, but nothing of a generation: KV buffers and outputs are bound
 Runs of several threads on one session are safe, and its threads serve them all.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Hashable

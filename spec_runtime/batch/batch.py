@@ -3,8 +3,6 @@
 What a call gets does not depend on who shares its passes.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

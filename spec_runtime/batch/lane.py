@@ -1,7 +1,5 @@
 """Answers one call at a time, pass by pass, beside other lanes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

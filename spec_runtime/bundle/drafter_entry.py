@@ -1,7 +1,5 @@
 """Declares what the runtime reads of a manifest's drafter: keys of its config and of its trees."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Estimates what a graph's buffers take, and refuses what this machine cannot hold."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

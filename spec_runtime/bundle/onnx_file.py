@@ -4,8 +4,6 @@ The runtime has no onnx package, and needs these lists only. This walks the prot
 in place and steps over tensors, so that a file of any size takes milliseconds.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ ONNX has operators that run graphs inside themselves ("Loop", "Scan") and so can
 of ours needs one. Every operator here ends in time that follows from the sizes of its tensors.
 """
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, Graph

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 @with_flags(
-    loading=options.loading("strict", "kept_mb", "map_weights"),
-    settings=options.sampling(),
+    loading=options.loading("strict", "kept_mb", "map_weights"), settings=options.sampling()
 )
 def command(
     settings: "SamplingOptions",

@@ -43,8 +43,7 @@ def command(
         ),
     ] = False,
     drafter: Annotated[
-        str | None,
-        typer.Option("--drafter", help="Whose tree", show_default="the bundle's first"),
+        str | None, typer.Option("--drafter", help="Whose tree", show_default="the bundle's first")
     ] = None,
     nodes: Annotated[
         int | None,

@@ -4,8 +4,6 @@ A program of this environment is named by its path where the shell would find an
 specsplit is on no package index: an extra is installed from where specsplit itself came from.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

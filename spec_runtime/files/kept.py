@@ -1,7 +1,5 @@
 """Reads back the JSON files that the product keeps for itself in the cache folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

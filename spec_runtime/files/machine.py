@@ -3,8 +3,6 @@
 Also bounds the threads of an engine, and gives freed memory back to the system.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import logging

@@ -7,8 +7,6 @@ that a temporary whose lock is free has no writer. Where a file system has no lo
 written all the same, and nothing that may be another's is removed.
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Declares what the runtime needs of a library that reads grammars."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

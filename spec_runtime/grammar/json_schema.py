@@ -4,8 +4,6 @@ Whatever fits a rewritten schema fits the one it was made of. Raises ValueError 
 llguidance would follow wrongly, or not to the end.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

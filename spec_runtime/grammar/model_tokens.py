@@ -1,7 +1,5 @@
 """Tells llguidance which bytes each of a model's tokens stands for, and how text is tokenized."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ as penalties differ from node to node. One matcher walks from path to path: it t
 paths do not share and reads the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ grammar again that ended here. The process ends with its input, so that it does 
 parent, even in a compilation.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -18,12 +18,7 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import MANIFEST, Bundle, BundleError
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import cache_folder
-from spec_runtime.files.writing import (
-    OwnFiles,
-    files_in,
-    replacing_folder,
-    require_replaceable,
-)
+from spec_runtime.files.writing import OwnFiles, files_in, replacing_folder, require_replaceable
 from spec_runtime.hub.client import Repository, in_one_line, open_client
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """Sends a bundle to a repository of a hub, in one commit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from spec_runtime.bundle import manifest as bundles

@@ -11,8 +11,6 @@ Each asks only for the rows that it visits. A path is node ids, root first; the 
 after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Answers one call: waits for the target, brings back rows, decodes, and keeps the result."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack

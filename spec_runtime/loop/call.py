@@ -1,7 +1,5 @@
 """One call on its way: what it asks for, the text it has so far, and whether it has to end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Lets one caller at a time use what several threads share, in the order in which they asked."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

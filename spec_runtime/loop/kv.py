@@ -6,8 +6,6 @@ Capacity S = context + scratch; the scratch must hold the largest tree (`Contigu
 one row).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

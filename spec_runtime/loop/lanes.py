@@ -1,7 +1,5 @@
 """Has the lanes on which an engine's calls are answered together, and what comes from a bundle."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar

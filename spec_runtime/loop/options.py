@@ -1,7 +1,5 @@
 """Declares what a caller may ask for in addition to sampling, and checks it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Declares what the loop sees of a drafter; plain decoding has a proposer too."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol

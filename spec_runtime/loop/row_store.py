@@ -1,8 +1,6 @@
 """Keeps the KV rows of earlier conversations on the host, so that they go on without being read
 again."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Describes what one verify pass commits, and decides where a generation ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

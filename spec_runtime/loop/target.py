@@ -12,14 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from spec_runtime.backends import (
-    Backend,
-    DeviceBackend,
-    GraphRun,
-    RowBackend,
-    Rows,
-    RowsReader,
-)
+from spec_runtime.backends import Backend, DeviceBackend, GraphRun, RowBackend, Rows, RowsReader
 from spec_runtime.loop.fair_lock import FairLock, Holder
 from spec_runtime.loop.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits

@@ -119,11 +119,7 @@ class _Chat:
     """The conversation about one prompt that one way of decoding has."""
 
     def __init__(
-        self,
-        engine: "Engine",
-        options: "SamplingOptions",
-        system: str | None,
-        prompt: BenchPrompt,
+        self, engine: "Engine", options: "SamplingOptions", system: str | None, prompt: BenchPrompt
     ) -> None:
         self.prompt = prompt
         self.results: list[GenerationResult] = []

@@ -97,11 +97,7 @@ def _prompts(file: Path | None, prompts: Sequence[BenchPrompt] | None) -> dict[s
     if file is None:
         return None
     prompts = read_prompts(file) if prompts is None else prompts
-    return {
-        "file": file.name,
-        "sha256": sha256(file),
-        "ids": [prompt.id for prompt in prompts],
-    }
+    return {"file": file.name, "sha256": sha256(file), "ids": [prompt.id for prompt in prompts]}
 
 
 def _bundle(manifest: Manifest) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Finds the trees that are fastest on this machine: measures the times, predicts the speed-ups from
 recorded trees, and lets the best race plain decoding."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,12 +177,7 @@ def tune(
 
 
 def _forecast(
-    passes: PassCosts,
-    num_nodes: int,
-    num_tokens: int,
-    merges: bool,
-    quick: bool,
-    sweep: bool,
+    passes: PassCosts, num_nodes: int, num_tokens: int, merges: bool, quick: bool, sweep: bool
 ) -> float:
     """Returns the seconds that all runs after the measurement of the target's passes will take.
 

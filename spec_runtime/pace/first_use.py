@@ -5,8 +5,6 @@ is expected to give, and drafting pauses where it does not pay (see pace/pacer.p
 real prompts as well, and finds more.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import replace
@@ -18,13 +16,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import LockedError
 from spec_runtime.pace.costs import Costs
-from spec_runtime.pace.measured import (
-    costs_of,
-    draft_ms,
-    measure_passes,
-    record,
-    without_lookup,
-)
+from spec_runtime.pace.measured import costs_of, draft_ms, measure_passes, record, without_lookup
 from spec_runtime.pace.profile import (
     FIRST_USE,
     Candidate,
@@ -127,8 +119,5 @@ def _candidate(engine: Engine, costs: Costs, limit: int, entry: DrafterInfo | No
         return Candidate("bundle", trees)
     speedup, length = max(gains)
     return Candidate(
-        "bundle",
-        trees,
-        expected_speedup=round(speedup, 4),
-        accepted_length=round(length, 4),
+        "bundle", trees, expected_speedup=round(speedup, 4), accepted_length=round(length, 4)
     )

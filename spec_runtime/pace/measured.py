@@ -1,7 +1,5 @@
 """Measures what passes of the target and drafts cost on this machine."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

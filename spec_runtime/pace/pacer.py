@@ -5,8 +5,6 @@ itself gets the same trees again. Requests that share passes have costs that are
 shared.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -118,10 +116,7 @@ class Pacer(ProposerWrapper):
     """
 
     def __init__(
-        self,
-        proposer: Proposer,
-        costs: Costs | None = None,
-        known: Known = Known(),
+        self, proposer: Proposer, costs: Costs | None = None, known: Known = Known()
     ) -> None:
         super().__init__(proposer)
         self._merged: MergedProposer | None = None  # a drafter with lookup, which never pauses

@@ -1,8 +1,6 @@
 """Says how often the paths of a drafter's trees are accepted, and what recorded trees would have
 given at other costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ It is that of a request by itself, with the drafted nodes of all requests in one
 takes is learnt from those that were run, since it depends on who shares it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 

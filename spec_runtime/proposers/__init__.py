@@ -4,8 +4,6 @@ A proposer keeps its own state, in step with the target's committed rows. It nev
 table imports every kind of proposer, so nothing that it imports may import this package itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from spec_runtime.backends import Runtime

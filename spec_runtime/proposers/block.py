@@ -56,12 +56,7 @@ class BlockProposer(RowsProposer):
                 f"scratch of {scratch}"
             )
         rows = DrafterRows.open(
-            bundle,
-            info.graphs["drafter"],
-            runtime,
-            target,
-            wants_features=True,
-            block_row=first,
+            bundle, info.graphs["drafter"], runtime, target, wants_features=True, block_row=first
         )
         return cls(rows, base, size, read_pairs(info, num_guesses))
 

@@ -1,7 +1,5 @@
 """Keeps any drafter's trees inside a grammar."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from spec_runtime.grammar.path_masks import PathMasks

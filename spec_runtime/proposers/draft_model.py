@@ -4,8 +4,6 @@ The model has its own cache, in which row t holds token t. The committed rows st
 target's; a tree's rows are scratch after them. With a width of one it drafts a chain.
 """
 
-from __future__ import annotations
-
 from typing import Self
 
 from spec_runtime.backends import Runtime

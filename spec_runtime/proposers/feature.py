@@ -5,8 +5,6 @@ fills with the target's own features. A tree's rows, made from predicted feature
 Static trees are EAGLE-1's and grown ones EAGLE-2's; the budget decides which.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from spec_runtime.bundle.manifest import FEATURE_ROWS

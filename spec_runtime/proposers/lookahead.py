@@ -10,8 +10,6 @@ and drafted n-grams are one tree, so one target pass does both. It needs no mode
 no training.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ The two fail differently: the drafter knows the language, lookup knows this text
 model and no features, only an index of the text, which is extended token by token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

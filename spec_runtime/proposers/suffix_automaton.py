@@ -6,8 +6,6 @@ also ends elsewhere. SAM-Decoding drafts by such an automaton, SuffixDecoding by
 suffix tree; here the states carry the counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The index holds one text. It knows nothing of trees.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

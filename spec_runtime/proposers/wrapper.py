@@ -1,7 +1,5 @@
 """Wraps a proposer, so that a subclass changes some of its calls and passes on the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Offers an engine to asyncio: any number of tasks share it, and a call ends with its reader."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Self, Unpack

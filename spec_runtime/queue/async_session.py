@@ -1,7 +1,5 @@
 """Keeps conversations with an engine that asyncio tasks share."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Unpack

@@ -1,7 +1,5 @@
 """Keeps conversations: their messages, while engines keep the rows computed of them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass

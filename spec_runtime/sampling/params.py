@@ -1,7 +1,5 @@
 """Declares how a request's tokens are chosen and when its answer stops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,16 +106,10 @@ class SamplingParams(Checked):
     top_k: Annotated[int | None, Ge(1), Option("Keep the k likeliest tokens")] = None
     top_p: Annotated[float | None, Gt(0), Le(1), Option("Keep this much probability")] = None
     min_p: Annotated[
-        float | None,
-        Ge(0),
-        Le(1),
-        Option("Keep tokens at least this share as likely as the best"),
+        float | None, Ge(0), Le(1), Option("Keep tokens at least this share as likely as the best")
     ] = None
     repetition_penalty: Annotated[
-        float,
-        Ge(1 / MAX_FACTOR),
-        Le(MAX_FACTOR),
-        Option("Divides logits of tokens seen; 1 is off"),
+        float, Ge(1 / MAX_FACTOR), Le(MAX_FACTOR), Option("Divides logits of tokens seen; 1 is off")
     ] = 1.0
     presence_penalty: Annotated[
         Shift, Option("Subtracted once from the logit of a token in the answer")
@@ -126,13 +118,11 @@ class SamplingParams(Checked):
         Shift, Option("Subtracted from a token's logit for each time it occurs")
     ] = 0.0
     logit_bias: Annotated[
-        Mapping[TokenId, Shift],
-        Option("Added to a token's logit; repeatable", metavar="ID=VALUE"),
+        Mapping[TokenId, Shift], Option("Added to a token's logit; repeatable", metavar="ID=VALUE")
     ] = field(default_factory=dict)
     seed: Annotated[int | None, Option("Same seed, same tokens")] = None
     stop: Annotated[
-        StopText | tuple[StopText, ...] | list[StopText],
-        Option("End before this text; repeatable"),
+        StopText | tuple[StopText, ...] | list[StopText], Option("End before this text; repeatable")
     ] = ()
     stop_token_ids: Annotated[
         tuple[TokenId, ...] | list[TokenId],

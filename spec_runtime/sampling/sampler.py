@@ -11,8 +11,6 @@ position, token id), so the same seed gives the same tokens whatever was drafted
 rolled back.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ messages are marked before a chat template is rendered, and marked names are enc
 text. The names that the template itself writes stay control tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

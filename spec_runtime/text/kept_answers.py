@@ -1,7 +1,5 @@
 """Encodes a conversation with the answers' own token ids in place of their text's encoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from spec_runtime.dialogue.messages import Message

@@ -1,7 +1,5 @@
 """Opens tokenizer.json files of strangers, and turns the library's panics into errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The page needs nothing outside of itself. Texts come from a user and a model: al
 escaped, and the page's policy lets no script run but its own, which it knows by a hash.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Records every step of one generation: its tree, the accepted path, and where the time went."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Serves candidates that cost next to nothing, so that each node may have its own.
 from a drafter's rows of candidates.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable

@@ -54,10 +54,7 @@ class Coupling:
         return self.noise(self.position + depth, ids)
 
     def log_probs(
-        self,
-        noise_C: np.ndarray,
-        log_prob_C: np.ndarray,
-        slopes: tuple[float, float, float] = NEXT,
+        self, noise_C: np.ndarray, log_prob_C: np.ndarray, slopes: tuple[float, float, float] = NEXT
     ) -> np.ndarray:
         """Returns the log-probabilities f64[..., C] of candidates to be drawn with this noise.
 

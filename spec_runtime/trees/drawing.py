@@ -4,8 +4,6 @@ a real step (SVG).
 Levels go to the right. The first child stays in its parent's row and the others come below.
 """
 
-from __future__ import annotations
-
 import io
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Grows token trees from a drafter's candidates, by the growth that a budget names."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
@@ -40,9 +38,7 @@ class TreeBuilder:
         return node
 
     def build(
-        self,
-        log_probs: Sequence[float] | None = None,
-        draws: Mapping[int, Draws] | None = None,
+        self, log_probs: Sequence[float] | None = None, draws: Mapping[int, Draws] | None = None
     ) -> TokenTree:
         """Returns the tree. `log_probs`: of the path to each node, if known. `draws`: of the nodes
         whose children were drawn."""

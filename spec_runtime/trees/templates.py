@@ -8,8 +8,6 @@ it were among the guesses:
     E[accepted length] = 1 + sum over nodes of prod_j a_j^(r_j)             (Medusa, section 2.3)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -11,8 +11,6 @@ highest rate of its own, (1 + Σ P_i) / t(n). t may have steps, so the best n is
 all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

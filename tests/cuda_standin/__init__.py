@@ -3,8 +3,6 @@
 README.md says what this can show and what it cannot.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,7 +22,7 @@ class StandIn:
     libraries: Path
 
     @classmethod
-    def build(cls) -> StandIn:
+    def build(cls) -> "StandIn":
         """Builds it, or finds it built. Raises UnavailableError if it cannot be built here."""
         return cls(*built())
 

@@ -1,7 +1,5 @@
 """Prints the stand-in's environment for a shell; README.md shows how to use it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Builds the stand-in once for this machine: wheels from the registry, libraries with g++."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import re

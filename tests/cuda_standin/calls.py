@@ -1,7 +1,5 @@
 """Reads the stand-in's log: what was called between two marks, and what it adds up to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

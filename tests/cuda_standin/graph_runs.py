@@ -4,8 +4,6 @@ Prints what it found as JSON, a list of Finding's fields. The calls are in the s
 sections "GRAPH PHASE".
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json
@@ -62,7 +60,7 @@ class Finding:
 class WatchedSession(ort.InferenceSession):  # type: ignore[misc]
     """A session that records where its nodes were put; `last` is the last one on CUDA."""
 
-    last: WatchedSession
+    last: "WatchedSession"
 
     def __init__(
         self, model: Any, sess_options: Any = None, providers: Any = None, **more: Any

@@ -4,8 +4,6 @@ A build makes this file the module cuda.bindings.runtime. As in the real module,
 returns a tuple: the error, then what the call of C returns through pointers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 from typing import Any

@@ -1,7 +1,5 @@
 """Sets what runs bring to the host to zero, once it is imported: nothing computes it there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

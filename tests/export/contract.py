@@ -4,8 +4,6 @@ tests/test_contract.py runs the checks for the drafters of the registration tabl
 tests/export/test_drafters_readme.py for the README's example.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes one tiny folder of each kind that strangers publish, and copies of them with changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Makes drafters of a tiny target, and compares their losses with formulas written out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

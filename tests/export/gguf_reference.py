@@ -4,8 +4,6 @@ It is slow. It shares with the product the file's tokens, merges and scores and 
 pre-tokenizers, but nothing of the library `tokenizers`.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable, Iterator
 from itertools import pairwise

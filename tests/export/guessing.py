@@ -5,8 +5,6 @@ other orders of summation (measures 3e-5 at most; a wrong row, position or state
 tenths).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,12 +68,7 @@ def check_one_pass(
 
 
 def _check_one_pass(
-    drafter: Any,
-    model: ir.Model,
-    folder: Path,
-    form: str,
-    tolerance: float,
-    of_rows: Any = np.max,
+    drafter: Any, model: ir.Model, folder: Path, form: str, tolerance: float, of_rows: Any = np.max
 ) -> None:
     batch = make_batch((24,), width_of(drafter))
     log_q_RKV = every_log_q(drafter, batch)

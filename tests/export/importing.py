@@ -1,7 +1,5 @@
 """Writes drafters as other libraries do, and keeps what their import says or refuses."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

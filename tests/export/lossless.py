@@ -1,7 +1,5 @@
 """Checks that a bundle's drafters change no token of what its target writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

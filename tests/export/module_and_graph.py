@@ -1,7 +1,5 @@
 """Gives what an imported drafter guesses, as its module and as its exported graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

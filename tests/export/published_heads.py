@@ -3,8 +3,6 @@
 They are written after the published definitions, and share no code with ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

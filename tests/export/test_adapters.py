@@ -1,7 +1,5 @@
 """Tests that LoRA adapters are merged with their base as peft computes with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -3,8 +3,6 @@
 tests/export/test_drafter_graphs.py compares the pairs of graphs with those of their modules.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

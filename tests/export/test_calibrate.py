@@ -3,8 +3,6 @@
 On real bundles the accepted length that it predicts must be the one that decoding then has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

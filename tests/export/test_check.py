@@ -1,7 +1,5 @@
 """Tests check: it passes what build makes, in both forms, and fails a graph with one fault."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

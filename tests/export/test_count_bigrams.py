@@ -1,7 +1,5 @@
 """Counting bigrams: the numbers by brute force, and their way through training into a bundle."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +62,7 @@ def test_answers_without_a_pair_that_comes_twice_have_no_table() -> None:
 
 
 @pytest.mark.slow
-def test_a_counted_table_goes_into_the_bundle(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_counted_table_goes_into_the_bundle(workshop: "Workshop", tmp_path: Path) -> None:
     drafter = checkpoint.load_drafter(workshop.drafter(NAME))
     ids = drafter.draft_token_ids
     assert ids is not None

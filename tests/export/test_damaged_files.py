@@ -4,8 +4,6 @@ Each row is one change of a sound folder, imported by the command as a user does
 or takes memory by a number in a config is stopped by limits of its own.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

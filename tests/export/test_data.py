@@ -233,10 +233,7 @@ def test_a_template_that_fails_is_named_with_the_row(
         data.chat_affixes(make_tokenizer(template))
 
 
-QUESTION_AND_ANSWER = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b"},
-]
+QUESTION_AND_ANSWER = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def example(*tokens: int, prompt: int = 1) -> Example:

@@ -6,8 +6,6 @@ norm, slot or mask moves logits by percents, because the random weights are larg
 attention to be peaked.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

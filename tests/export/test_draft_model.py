@@ -1,7 +1,5 @@
 """A draft model: against transformers' Llama with the same weights, its loss, its graph."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What single drafters do besides what all of them must: what is read, sizes, beginnings, noise."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ One graph has several of a drafter's switches: tests/export/test_formulas.py com
 with its formula.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +91,7 @@ def test_amphista(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"heads": "own", "num_layers": 2, "num_heads": 3, "bias": True},
-        {"num_heads": 1},
-    ],
+    [{}, {"heads": "own", "num_layers": 2, "num_heads": 3, "bias": True}, {"num_heads": 1}],
 )
 def test_medusa(options: dict[str, Any], tmp_path: Path) -> None:
     """No graph has a product too many."""

@@ -4,8 +4,6 @@ test_formulas.py compares their losses with the papers' formulas, test_drafter_g
 graphs with the modules.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints

@@ -1,7 +1,5 @@
 """The worked example of spec_export/drafters/README.md, exactly as printed there."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

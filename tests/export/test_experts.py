@@ -3,8 +3,6 @@
 test_families.py compares these families with transformers, in every form of the graph.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

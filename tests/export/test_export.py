@@ -1,7 +1,5 @@
 """Exports drafters in the forms of other libraries and imports them again; names what has none."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -8,8 +8,6 @@ measures 2e-6 at most; a wrong frequency, norm, slot or mask moves logits by per
 random weights are large enough for attention to be peaked.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
@@ -66,10 +64,7 @@ from spec_runtime.errors import UnsupportedModelError
 RELATIVE_TOLERANCE = 2e-5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 WINDOW = 8  # narrower than the texts here
-MIXED = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": WINDOW,
-}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SCALES = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.4,

@@ -1,7 +1,5 @@
 """Tests the feature cache: what it holds, and what stops, fills or damages it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -68,10 +66,7 @@ def test_a_cache_whose_array_has_another_shape_is_refused(model: Any, tmp_path: 
 
 @pytest.mark.parametrize("taps", [(), (1,)])
 def test_a_stopped_build_goes_on(
-    model: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    taps: tuple[int, ...],
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taps: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(features, "BLOCK", 2)
     examples = some_examples()
@@ -186,9 +181,7 @@ def test_a_damaged_cache_is_one_line(
 
 
 def test_the_features_say_when_they_are_done(
-    recipe: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With blocks of two sequences, of which a build that was stopped has done one or two."""
     monkeypatch.setattr(features, "BLOCK", 2)

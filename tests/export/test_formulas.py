@@ -3,8 +3,6 @@
 The forward passes of EAGLE-3 and P-EAGLE are in published_eagle3.py; PARD's model is transformers'.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial

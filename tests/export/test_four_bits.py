@@ -1,7 +1,5 @@
 """Tests matrices in 4 bits: the form that each is given, exactness on a grid, errors off it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

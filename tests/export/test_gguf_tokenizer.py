@@ -1,7 +1,5 @@
 """Tests that a tokenizer is the model's own: a GGUF file's metadata, a folder's tokenizer.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -268,11 +266,7 @@ def test_where_there_are_tools_a_template_named_tool_use_is_taken(tmp_path: Path
         ("<s>\nab cd", {"add_space_prefix": False}, ["<s>", "<0x0A>", "ab", "\u2581", "cd"]),
         ("\u00e9", {}, ["\u2581", "<0xC3>", "<0xA9>"]),
         ("<|end|>\n cd", {}, ["<|end|>", "\u2581", "<0x0A>", "\u2581", "cd"]),
-        (
-            "<|end|>\n cd<s> cd",
-            {"architecture": "phi3"},
-            ["<|end|>", "▁", "cd", "<s>", "▁▁", "cd"],
-        ),
+        ("<|end|>\n cd<s> cd", {"architecture": "phi3"}, ["<|end|>", "▁", "cd", "<s>", "▁▁", "cd"]),
     ],
 )
 def test_sentencepiece_marks_each_text_between_control_tokens(

@@ -4,8 +4,6 @@ The conventions of `as_a_file_has_it` and the keys of CASES are llama.cpp's conv
 files of these models (but for granitehybrid's) were read with the same result.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

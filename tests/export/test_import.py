@@ -1,7 +1,5 @@
 """Imports EAGLE-3 and P-EAGLE drafters as their libraries write them, and refuses others."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -338,16 +336,22 @@ def test_other_drafters_with_masks_are_refused(case: str, llama: Path, tmp_path:
     require_refused(folder, llama, tmp_path / "out", message)
 
 
-def test_masks_leave_nothing_to_decide_about_outputs(llama: Path, tmp_path: Path) -> None:
-    folder, _ = write_peagle(tmp_path / "x", llama)
-    with pytest.raises(UserError, match=r"got --norm-output for .*, a P-EAGLE drafter, expected"):
-        run(str(folder), str(llama), tmp_path / "out", Overrides(norm_output=True))
-
-
-def test_rows_of_pairs_have_no_alignment(llama: Path, tmp_path: Path) -> None:
-    folder, _ = write_format(tmp_path, "EAGLE", llama)
-    with pytest.raises(UserError, match=r"got --alignment for .*, a drafter of EAGLE, expected"):
-        run(str(folder), str(llama), tmp_path / "out", Overrides(alignment="anchor"))
+def test_what_a_drafter_leaves_undecided_only_is_decided(llama: Path, tmp_path: Path) -> None:
+    """Masks leave nothing to decide about outputs, and rows of pairs have no alignment."""
+    for folder, given, message in (
+        (
+            write_peagle(tmp_path / "x", llama)[0],
+            Overrides(norm_output=True),
+            "norm-output .*P-EAG",
+        ),
+        (
+            write_format(tmp_path, "EAGLE", llama)[0],
+            Overrides(alignment="anchor"),
+            "alignment .*EAG",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"got --{message}.*, expected"):
+            run(str(folder), str(llama), tmp_path / "out", given)
 
 
 @pytest.mark.slow
@@ -367,10 +371,7 @@ def test_imported_drafters_change_no_token(
 
 @pytest.mark.slow
 def test_a_wrong_tap_is_found_and_named(
-    llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The drafter reads taps only, and has learnt the measured answers by heart."""
     hf_model, backbone = backbone_of(llama)

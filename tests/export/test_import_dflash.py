@@ -3,8 +3,6 @@
 The published forward pass is written here after its definition, and shares no code with ours.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

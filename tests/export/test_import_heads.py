@@ -1,7 +1,5 @@
 """Imports Medusa's heads and EAGLE-1's drafters as they are published, and refuses other ones."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

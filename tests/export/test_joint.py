@@ -1,7 +1,5 @@
 """Joint training on a tiny target: losses, stages, files; what comes out makes a bundle."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

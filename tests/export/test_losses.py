@@ -3,8 +3,6 @@
 Tolerance: 1e-5 relative. Both sides are float32 and differ in the order of sums only.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Every graph that a build writes uses operators that the runtime takes, and weights it knows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

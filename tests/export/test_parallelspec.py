@@ -1,14 +1,12 @@
 """ParallelSpec: who sees whom in a parallel group, mask rows and losses by their definitions."""
 
-from __future__ import annotations
-
 import dataclasses
 from importlib import resources
 from typing import Any
 
 import pytest
 import torch
-from formulas import D, attend, features_of, make_drafter, new_drafter, width_of
+from formulas import D, attend, backbone, features_of, make_drafter, new_drafter, width_of
 from formulas import make_batch as make_batch_of
 from tiny_backbone import VOCAB
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch.nn import functional as F
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.parallelspec import Config, Drafter
 from spec_export.drafters.rollout import choose_anchors
+from spec_export.model import target
 from spec_export.training.checkpoint import load_drafter
 from spec_export.training.recipe import build_config
 
@@ -33,7 +32,7 @@ def test_an_untrained_drafter_guesses_from_the_feature_as_it_is(style: str) -> N
     """What reads a feature starts as the identity, but for a little of the other inputs."""
     drafter = new_drafter(NAME, style=style, taps=(1,), num_masks=1, mask_feature="anchor")
     batch = make_batch(drafter)
-    feature = features_of(batch)[:, :-1, :D] * drafter.feature_scale
+    feature = features_of(batch)[:, :-1, :D] * target.ends(backbone()).feature_scale
     real, masks = drafter.hidden_rows(batch, torch.arange(7)[None])
     for rows in (real, masks[:, :, 0]):
         out = drafter.output_rows(rows)

@@ -1,8 +1,6 @@
 """PARD: a language model and masks against transformers' own forward pass; its import, from folder
 to bundle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ In a process of its own, because a process's peak never falls. Its libraries com
 build of a tiny model; only what is added to them is compared.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The folders are packed here by loops over single values, by the published layouts.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -269,20 +267,24 @@ def quantised(
     return expected
 
 
+def require_read(folder: Path, expected: dict[str, Tensor], said: str) -> None:
+    """Asserts that a folder's matrices are read bit for bit, and what is said of them."""
+    model, _ = target.load(target.resolve(str(folder)))
+    for key, value in expected.items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=0, msg=key)
+    weights = pretrained.quantised_weights(folder, None)
+    assert weights is not None
+    assert weights.said() == f"read 14 matrices ({said})"
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_quantised_checkpoint_is_read_as_it_was_written(
     plain: Path, tmp_path: Path, name: str
 ) -> None:
     folder = tmp_path / "model"
     expected = quantised(plain, folder, *FORMS[name][:2])
-    model, _ = target.load(target.resolve(str(folder)))
-    found = model.state_dict()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
     assert len(expected) == 14
-    weights = pretrained.quantised_weights(folder, None)
-    assert weights is not None
-    assert weights.said() == f"read 14 matrices ({FORMS[name][2]})"
+    require_read(folder, expected, FORMS[name][2])
 
 
 def test_a_zero_point_of_0_borrows_from_the_next_in_gptqs_first_version() -> None:
@@ -365,13 +367,7 @@ def test_matrices_of_one_model_may_be_quantised_apart(
     said: str,
 ) -> None:
     folder = tmp_path / "model"
-    expected = quantised_apart(plain, folder, settings, packs)
-    model, _ = target.load(target.resolve(str(folder)))
-    for key, value in expected.items():
-        assert torch.equal(model.state_dict()[key], value), key
-    weights = pretrained.quantised_weights(folder, None)
-    assert weights is not None
-    assert weights.said() == f"read 14 matrices ({said})"
+    require_read(folder, quantised_apart(plain, folder, settings, packs), said)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])
@@ -390,12 +386,7 @@ def test_mlxs_settings_of_a_matrix_are_found_by_another_programs_name(
     own = {prefix + key.removeprefix(inner): sizes for key in named}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization": MLX | own}))
-    model, _ = target.load(target.resolve(str(folder)))
-    for key, value in expected.items():
-        assert torch.equal(model.state_dict()[key], value), key
-    weights = pretrained.quantised_weights(folder, None)
-    assert weights is not None
-    assert weights.said() == "read 14 matrices (MLX, mixed bits)"
+    require_read(folder, expected, "MLX, mixed bits")
 
     (folder / "config.json").write_text(json.dumps(config))  # without them
     with pytest.raises(UserError, match=r"got \d+ columns of 4 bits in \d groups of 32") as error:

@@ -4,8 +4,6 @@ Tolerance where both sides have the same integers: 2e-6 of the largest value (fl
 multiplied in another order).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -256,11 +254,7 @@ def test_rows_of_an_embedding_lie_as_its_ids_do(shape: tuple[int, ...], is_known
     asked = np.arange(np.prod(shape)).reshape(shape)
     found = Small(quantize(model, "int8")).session.run(
         ["row"],
-        {
-            "x": np.zeros((1, 1, K), np.float32),
-            "flat": np.zeros((1, K), np.float32),
-            "ids": asked,
-        },
+        {"x": np.zeros((1, 1, K), np.float32), "flat": np.zeros((1, K), np.float32), "ids": asked},
     )[0]
     assert found.shape == (*shape, K)
     assert np.abs(found - TABLE_VK[asked]).max() < 0.02 * np.abs(TABLE_VK).max()

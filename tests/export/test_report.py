@@ -1,7 +1,5 @@
 """Tests what a command says: one bar on a terminal, plain lines elsewhere, and no library's."""
 
-from __future__ import annotations
-
 import datetime
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Skip-layer: its loss, every level's guesses, and what it shares with the target."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

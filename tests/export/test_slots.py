@@ -4,8 +4,6 @@ Tolerance: 2e-5 of the largest value (float32, other summation orders and fused 
 about 2e-6). A wrong slot, position or mask moves logits by percents.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Tests smooth: outliers shrink. That the function stays the same is tested in test_families.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Has the library `speculators` 0.9.0 itself read what we export in its form."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests what the target module says of, and reads from, the files of foreign models."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -511,11 +509,7 @@ def long_tensors(width: int) -> dict[str, Any]:
             | {"attn_factor": 0.7, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0},
             YARN_FACTOR | {"attention_factor": 0.7 * (1 + 0.1 * np.log(4.0))},
         ),
-        (
-            {"extra": {"rope_freqs": (16,)}, "fill": {"rope_freqs": llama3_factors()}},
-            {},
-            LLAMA3,
-        ),
+        ({"extra": {"rope_freqs": (16,)}, "fill": {"rope_freqs": llama3_factors()}}, {}, LLAMA3),
         (long_tensors(16), {"type": "longrope"} | LONG_KEYS, longrope(16, attention_factor=1.25)),
         (
             long_tensors(16) | {"architecture": "phi3"},

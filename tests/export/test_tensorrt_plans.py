@@ -3,8 +3,6 @@
 TensorRT-RTX needs no GPU for these.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil

@@ -3,8 +3,6 @@
 That it computes what eager PyTorch does is tested with the other forms, in test_slots.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tiny_backbone import (
     tiny,
 )
 from torch import Tensor
+from traced_once import _digest
 
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import PRECISIONS, quantize
@@ -57,9 +56,7 @@ Exported = dict[str, tuple[Backbone, ir.Model, Path]]
 
 
 @pytest.fixture(scope="module")
-def exported(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Exported:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Exports each family's backbone with taps, once; gives its model and its file."""
     cache: Exported = {}
     for family in CASES:
@@ -252,3 +249,28 @@ def test_deferred_weights_are_read_when_written_and_give_the_same_files(
     assert reads.count("embedding.weight") == times
     often = 2 if precision == "int4" else 1
     assert all(reads.count(name) == often for name in set(reads) - {"embedding.weight"})
+
+
+class Word:
+    """Has the place in a set that its hash gives it, as texts do, which differs by process."""
+
+    def __init__(self, text: str, place: int) -> None:
+        self.text, self.place = text, place
+
+    def __hash__(self) -> int:
+        return self.place
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def test_processes_share_traces_though_their_sets_have_other_orders() -> None:
+    """Weights that are borrowed, and so are buffers, do not tell traces apart by their numbers."""
+    digests = set()
+    for places in ((1, 2), (2, 1)):
+        module: Any = torch.nn.Linear(3, 3)
+        module.words = {Word(text, place) for text, place in zip("ab", places, strict=True)}
+        module.register_buffer("borrowed", torch.rand(3))
+        digests.add(_digest(module, (), {}))
+    assert len(digests) == 1
+    assert None not in digests

@@ -1,7 +1,5 @@
 """Tests training runs on a tiny target: what they learn, leave and refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import types

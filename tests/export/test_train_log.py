@@ -1,7 +1,5 @@
 """Tests what a run says of itself: lines, the expected end, TensorBoard events."""
 
-from __future__ import annotations
-
 import sys
 import types
 from importlib.machinery import ModuleSpec

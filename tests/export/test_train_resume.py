@@ -1,7 +1,5 @@
 """Tests that a run that was stopped goes on exactly where it was, and only there."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Tests which weights a run keeps: finite ones, averaged ones, those of the best step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +104,7 @@ def test_a_run_goes_on_averaging_or_not(recipe: Path, finished: Path, averaged: 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_the_best_step_is_kept_and_exported(
-    recipe: Path,
-    finished: Path,
-    tmp_path: Path,
-    ema: float,
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path, finished: Path, tmp_path: Path, ema: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validated at 3, 6 and 7: the first was the best, and all checkpoints are younger."""
     weights: list[dict[str, Any]] = []

@@ -1,7 +1,5 @@
 """Tests the measures of validation: simulated drafting, accuracy, calibration."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 Files and logits are in written_by_speculators/, see write_blocks.py there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Makes tiny random models with the backbones read from them, and runs a backbone step by step."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

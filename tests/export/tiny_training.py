@@ -1,7 +1,5 @@
 """Makes the smallest training runs, and what interrupts them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -6,8 +6,6 @@ itself right before its n-th operation on a file, which reaches every state that
 or is killed from outside after some time, which reaches the moments between operations.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -4,8 +4,6 @@ A scenario works in a *place*: a folder with whatever was there before, in which
 The models, recipes and prompts that it reads lie in the *shop* and are shared.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -46,7 +44,7 @@ class Shop:
     folder: Path
 
     @classmethod
-    def open(cls, folder: Path, workshop: Path | None = None) -> Shop:
+    def open(cls, folder: Path, workshop: Path | None = None) -> "Shop":
         """Makes a tiny target, a drafter, a bundle, prompts and rows in `folder`.
 
         Copies the models from the folder of a workshop that has made the bundle, if one is given.

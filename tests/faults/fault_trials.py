@@ -5,8 +5,6 @@ between, what was there before must be whole; afterwards, the result must be tha
 nobody disturbed, and no other file may lie about.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

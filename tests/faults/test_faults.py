@@ -3,8 +3,6 @@
 `tools/ci/faults.py` makes any number of them with ours, and docs/reliability.md has its figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -6,8 +6,6 @@ does what a user would do. A case is *accepted* if everything that was done with
 else is a *failure*.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -40,7 +38,6 @@ class Kind:
     """
 
     name: str
-    about: str
     cases: Callable[[], SearchStrategy[Any]]
     open: Callable[[Path], Run]
     weight: float = 1.0

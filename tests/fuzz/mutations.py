@@ -5,8 +5,6 @@ and deep values are written down briefly: {"$": "repeat", "text": "ab", "times":
 {"$": "nest", "depth": 2} is [[]].
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any
@@ -116,10 +114,10 @@ def expand(value: Any) -> Any:
 class Nested(str):
     """Stands for `depth` lists in lists; as a string it is the text that `dump` writes."""
 
-    def __new__(cls, depth: int) -> Nested:
+    def __new__(cls, depth: int) -> "Nested":
         return super().__new__(cls, "[" * depth + "]" * depth)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Nested:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Nested":
         return self
 
 

@@ -1,7 +1,5 @@
 """Holds kinds with planted faults, by which tests see that the runner finds each of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -97,4 +95,4 @@ def open_willing(folder: Path) -> Run:
 
 def kind(fault: str) -> Kind:
     """Returns the kind in which this fault is planted."""
-    return Kind(fault, "planted", cases, partial(open_with, fault), seconds=2, megabytes=200)
+    return Kind(fault, cases, partial(open_with, fault), seconds=2, megabytes=200)

@@ -5,8 +5,6 @@ for each would take most of the time. It announces each case before it runs, so 
 worker that had to be killed, is put down to the right one; another worker goes on after it.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Runs a command of the project in this process, as a shell would, and judges what it prints."""
 
-from __future__ import annotations
-
 import io
 import sys
 import unicodedata

@@ -1,7 +1,5 @@
 """Proves that the fuzzing runner finds faults; `tools/ci/endure.py` has it try every kind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -101,7 +99,7 @@ def test_the_command_writes_counts_and_failures_that_can_be_replayed(
     assert fuzz.main(["--replay", f"{out}#0"]) == 1
     assert "tokens differ" in capsys.readouterr().out
     assert fuzz.main(["--cases", "8", "--kinds", "good refusal", "--both-ways"]) == 0
-    kinds["willing"] = Kind("willing", "planted", planted.cases, planted.open_willing)
+    kinds["willing"] = Kind("willing", planted.cases, planted.open_willing)
     assert fuzz.main(["--cases", "8", "--kinds", "good refusal,willing", "--both-ways"]) == 1
     assert "all cases of willing end alike" in capsys.readouterr().out
 

@@ -5,8 +5,6 @@ are bit-equal whether it is computed singly, in a chunk or in a tree. The target
 among four letters, which its drafters know, and otherwise depends on all that a row attends.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

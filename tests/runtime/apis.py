@@ -1,8 +1,6 @@
 """Says how each of the server's APIs is asked for a behaviour, and how its answers are read, whole
 and streamed, so that tests can be tables of APIs and behaviours."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

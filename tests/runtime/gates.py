@@ -1,8 +1,6 @@
 """Holds a toy target's runs until a test lets them through, and counts the work of a function, so
 that tests need no clock."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Calls engines of one target from many threads in all ways at once, and tells what went wrong."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Makes trees and features small enough to be written out, and a drafter of random guesses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

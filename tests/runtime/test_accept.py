@@ -1,7 +1,5 @@
 """The rules of acceptance: hand cases. Their law is tested in test_output_law.py."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

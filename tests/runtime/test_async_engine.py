@@ -1,7 +1,5 @@
 """AsyncEngine: order, cancellation, back-pressure, refusals, closing, and no thread left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

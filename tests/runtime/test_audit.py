@@ -1,7 +1,5 @@
 """The audit finds what is wrong, and calls what is not by its name; strict decoding removes it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

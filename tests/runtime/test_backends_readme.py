@@ -1,7 +1,5 @@
 """The worked example of spec_runtime/backends/README.md, exactly as printed there."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

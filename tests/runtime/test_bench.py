@@ -1,7 +1,5 @@
 """The bench: turns as a chat, and figures worked by hand from known times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -145,7 +143,7 @@ class Recorder:
         self.target, self.encode = inner.target, inner.encode
         self.asked: list[list[int]] = []
 
-    def with_drafter(self, name: str) -> Recorder:
+    def with_drafter(self, name: str) -> "Recorder":
         self.plain = Recorder(self.inner.with_drafter(name))
         return self.plain
 

@@ -1,7 +1,5 @@
 """Tests that captures of CUDA graphs and calls that would break them exclude each other."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading
@@ -180,7 +178,7 @@ print(*problems)
 
 @pytest.mark.standin
 @pytest.mark.parametrize("how", ["guarded", "unguarded"])
-def test_two_threads_capture_and_allocate(standin: StandIn, tmp_path: Path, how: str) -> None:
+def test_two_threads_capture_and_allocate(standin: "StandIn", tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
     done = standin.run("-c", TWO_THREADS, tmp_path, how, log, log=log)
     lines = log.read_text().splitlines()

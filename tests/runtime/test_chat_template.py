@@ -1,7 +1,5 @@
 """Chat templates are programs of strangers: they end in time, stay small, and fail in one line."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,8 +1,6 @@
 """Constrained answers stay inside their grammar, and are constrained plain decoding's for every
 drafter, token by token."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What a user types never becomes a control token, unless that is asked for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

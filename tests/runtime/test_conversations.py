@@ -1,7 +1,5 @@
 """Conversations beside each other: rows that are kept, brought back, shared, and let go."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees that follow the target's noise: they guess its draws better, and change none of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace

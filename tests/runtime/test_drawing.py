@@ -1,7 +1,5 @@
 """Trees as drawings, read back: static ones, one of a real step, and `spec-runtime show --tree`."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

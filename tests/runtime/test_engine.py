@@ -1,7 +1,5 @@
 """The engine: text, stop strings, streams closed early, reuse of the common prefix, bad input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

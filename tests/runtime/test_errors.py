@@ -1,7 +1,5 @@
 """Checks the errors that callers tell apart."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

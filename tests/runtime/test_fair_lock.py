@@ -1,7 +1,5 @@
 """Threads that share a target: one generation at a time, in order, and none left waiting."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -64,7 +62,7 @@ def test_the_mixture_needs_no_assertions() -> None:
     assert found.stdout.strip() == "[] False", found.stderr
 
 
-def test_a_mixture_of_calls_on_a_bundle(fluent: FluentWorkshop) -> None:
+def test_a_mixture_of_calls_on_a_bundle(fluent: "FluentWorkshop") -> None:
     bundle = fluent.bundle("parallelspec")
     engine = load(bundle, threads=1, profile=False)
     engines = [engine, engine.with_drafter("none"), engine.with_drafter("parallelspec", False)]

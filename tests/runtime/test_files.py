@@ -3,8 +3,6 @@
 Processes that are killed are children of the test, which kill themselves at a chosen moment.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Tests marked `standin` run the real CUDA provider of ONNX Runtime, see tests/cuda_standin.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess
@@ -143,11 +141,7 @@ def test_the_provider_links_to_the_libraries_that_we_load(standin: StandIn) -> N
 @pytest.mark.standin
 @pytest.mark.parametrize(
     ("flags", "is_captured"),
-    [
-        ([], True),
-        (["--temperature", "0.8", "--seed", "1"], True),
-        (["--no-cuda-graphs"], False),
-    ],
+    [([], True), (["--temperature", "0.8", "--seed", "1"], True), (["--no-cuda-graphs"], False)],
 )
 def test_the_first_command_ends_with_tokens(
     standin: StandIn, workshop: Workshop, tmp_path: Path, flags: list[str], is_captured: bool

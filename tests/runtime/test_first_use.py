@@ -1,7 +1,5 @@
 """Tests what is measured when a bundle is first opened on a machine, and what becomes of it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop is lossless and ends where it should, in tokens, KV and metrics."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import cache

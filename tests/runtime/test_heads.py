@@ -1,7 +1,5 @@
 """One-pass drafter: the rows it feeds its graph, pair by pair. The toy drafter checks them too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bundles to and from a hub, which a thread of these tests serves: what arrives, and what fails."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

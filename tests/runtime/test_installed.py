@@ -1,7 +1,5 @@
 """Tests the commands that errors name: they work in the shell that printed the error."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Both caches against a plain list of what should be there."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Lanes without graphs: who gets one, what they share, and what ends only its own call."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import random

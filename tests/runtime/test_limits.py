@@ -1,7 +1,5 @@
 """The limits that audits judge divergences by, on rows whose deviations are known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

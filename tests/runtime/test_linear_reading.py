@@ -5,8 +5,6 @@ Work is counted: the functions that Python calls, and the bytes that it allocate
 expressions do inside is neither, so that some answers, which took minutes, have a bound of time.
 """
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator

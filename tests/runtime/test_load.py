@@ -1,7 +1,5 @@
 """Opening a bundle: which drafter, which tokenizer, and what is refused. Graphs are toys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

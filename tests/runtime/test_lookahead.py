@@ -1,7 +1,5 @@
 """Lookahead: the window's mask, what is harvested from it, budgets, and that no token changes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

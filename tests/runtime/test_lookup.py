@@ -1,7 +1,5 @@
 """Prompt lookup: what it drafts, within its budget, and that its index follows the tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

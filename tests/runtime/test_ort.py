@@ -1,7 +1,5 @@
 """Tests CpuBackend on hand-made graphs: writing in place, what is returned, what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Here our code for CUDA drives ONNX Runtime's CPU provider (tests/host_cuda.py), 
 be compared. tests/test_cuda_runs.py runs the CUDA provider itself, and counts what it does.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ enumeration of the first four tokens. Rules known to be biased fail the same tes
 sampling a seed gives the same tokens with any tree, so that one tree's law is that of all.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -60,7 +58,7 @@ class Toy(WithoutRuns):
     def top(self, node: int) -> None:
         """Whole rows alone."""
 
-    def verify(self, tree: TokenTree, features: bool, last_only: bool) -> Toy:
+    def verify(self, tree: TokenTree, features: bool, last_only: bool) -> "Toy":
         if last_only:  # the whole prompt
             self.text = []
         self.tree, self.is_prompt = tree, last_only

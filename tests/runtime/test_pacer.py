@@ -1,7 +1,5 @@
 """How much is drafted: when drafting pauses, and how far its guesses are trusted."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that processes share: packed once, mapped from a file, and never in the way."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests padding: new rows stay in their places, and nobody reads the padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

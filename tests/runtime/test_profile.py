@@ -1,7 +1,5 @@
 """The machine profile on disk: how it is found, what damage does, what an engine makes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -259,10 +257,7 @@ IN_ITS_PLACE: dict[str, Callable[[Any], object]] = {
     "not a number": lambda path: path.write_text('{"key": NaN}'),
     "not UTF-8": lambda path: path.write_bytes(b'{"key": "\xff"}'),
     "a folder for a lock": lambda path: (path.write_text("{"), lock(path).mkdir()),
-    "a loop for a lock": lambda path: (
-        path.write_text("{"),
-        lock(path).symlink_to(lock(path)),
-    ),
+    "a loop for a lock": lambda path: (path.write_text("{"), lock(path).symlink_to(lock(path))),
     "a file for the folder": lambda path: (path.parent.rmdir(), path.parent.write_text("")),
     "a loop for the folder": lambda path: (
         path.parent.rmdir(),

@@ -1,7 +1,5 @@
 """A drafter's rows: trees level by level behind the committed ones, in scratch rows."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sampling reproduces p, is keyed by position and id, and respects top-k and top-p."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

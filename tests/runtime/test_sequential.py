@@ -1,8 +1,6 @@
 """Drafters that run level by level: which state reaches which node, what each level costs, and
 that the tree is a beam search's."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import time

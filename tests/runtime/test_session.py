@@ -1,7 +1,5 @@
 """Sessions: messages that grow by what is said, and rows that go on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

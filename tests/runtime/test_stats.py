@@ -1,7 +1,5 @@
 """The metrics, as ARCHITECTURE-level definitions: worked by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

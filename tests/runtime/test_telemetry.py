@@ -1,7 +1,5 @@
 """Nothing of ours makes ONNX Runtime send telemetry or keep it under the user's cache folder."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

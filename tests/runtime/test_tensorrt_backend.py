@@ -4,8 +4,6 @@ Plans run only on a GPU. Elsewhere tests/host_tensorrt.py takes their place, whi
 ONNX Runtime.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Incremental text, stop strings, chat templates and prompts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests the thread count, from affinity and cgroup quota."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,37 +7,27 @@ import pytest
 
 from spec_runtime.files import machine as threads
 
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_v2_takes_the_smallest_quota_on_the_way_up(tmp_path: Path) -> None:
-    write(tmp_path / "membership", "0::/a/b\n")
-    root = tmp_path / "root"
-    write(root / "a/cpu.max", "150000 100000\n")
-    write(root / "a/b/cpu.max", "max 100000\n")
-    write(tmp_path / "cpu.max", "100 100000\n")  # above the root: not ours
-    assert threads.cgroup_quota(root, tmp_path / "membership") == 1.5
-    write(root / "cpu.max", "50000 100000\n")
-    assert threads.cgroup_quota(root, tmp_path / "membership") == 0.5
+V2 = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}
+V1 = {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"}
+V1 |= {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
 
 
-def test_v2_in_a_container_that_sees_only_its_own_root(tmp_path: Path) -> None:
-    write(tmp_path / "membership", "0::/docker/abc\n")
-    write(tmp_path / "root/cpu.max", "300000 100000\n")
-    assert threads.cgroup_quota(tmp_path / "root", tmp_path / "membership") == 3
-
-
-def test_v1(tmp_path: Path) -> None:
-    write(tmp_path / "membership", "7:memory:/x\n4:cpu,cpuacct:/x\n")
-    root = tmp_path / "root"
-    write(root / "cpu/x/cpu.cfs_quota_us", "200000\n")
-    write(root / "cpu/x/cpu.cfs_period_us", "100000\n")
-    write(root / "cpu/cpu.cfs_quota_us", "-1\n")
-    write(root / "cpu/cpu.cfs_period_us", "100000\n")
-    assert threads.cgroup_quota(root, tmp_path / "membership") == 2
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/a/b", V2 | {"../cpu.max": "100 100000"}, 1.5),  # above the root: not ours
+        ("0::/a/b", V2 | {"cpu.max": "50000 100000"}, 0.5),  # the smallest on the way up
+        ("0::/docker/abc", {"cpu.max": "300000 100000"}, 3),  # a container sees only its own root
+        ("7:memory:/x\n4:cpu,cpuacct:/x", V1, 2),
+    ],
+)
+def test_quotas(tmp_path: Path, membership: str, files: dict[str, str], quota: float) -> None:
+    (tmp_path / "membership").write_text(f"{membership}\n")
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert threads.cgroup_quota(tmp_path / "root", tmp_path / "membership") == quota
 
 
 def test_no_cgroups(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A bundle's tokenizer and template, when they are not what they should be: one line each."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The trace of a generation, and the page that shows it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Trees: structure, masks as grids, growth by probability, merging."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Static trees by name and by search: shapes, the search against every other tree, a bundle's."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections import Counter

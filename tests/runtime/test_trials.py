@@ -1,7 +1,5 @@
 """A grammar that does not end, or that crashes the library, costs nothing but its own request."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

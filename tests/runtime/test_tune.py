@@ -3,8 +3,6 @@
 Time is simulated: each run of a toy graph moves a clock by what a table says.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import time
@@ -37,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("toy_graphs")
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> "Clock":
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock

@@ -1,7 +1,5 @@
 """Runs the examples of use, whose types `mypy` checks strictly (see pyproject.toml)."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Graphs of strangers: their operators, weights, signatures and buffers are checked before use."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import tracemalloc

@@ -1,7 +1,5 @@
 """What the engine says about a drafter whose live acceptance is not what was measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that weights lie on the device once, and that sessions take what is lent to them."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is worth its time: how many nodes and levels of a tree, at what times."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Writes bundles that open as the toy target and its toy drafter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

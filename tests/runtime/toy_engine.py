@@ -1,7 +1,5 @@
 """Makes engines on the toy target, and such as keep the rows of earlier conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

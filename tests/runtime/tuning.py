@@ -1,7 +1,5 @@
 """What tests of tuning share: costs, the times of verify, and bundles opened anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

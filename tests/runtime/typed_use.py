@@ -1,7 +1,5 @@
 """Uses an engine as a program does; `mypy --strict` and a test read it."""
 
-from __future__ import annotations
-
 import threading
 
 from spec_runtime import (

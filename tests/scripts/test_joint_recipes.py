@@ -1,7 +1,5 @@
 """Trains the two recipes of Medusa-2 for Vicuna, one after the other, on the tiny target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

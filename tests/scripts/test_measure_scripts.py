@@ -1,7 +1,5 @@
 """Runs each script of tools/measure once on tiny bundles."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Scores of texts under a target, by which the scripts that measure compare them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

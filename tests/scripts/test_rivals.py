@@ -1,7 +1,5 @@
 """Measures fake rivals: workers, rounds, going on after a stop, figures by hand, both commands."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -291,7 +289,7 @@ def test_speeds_gaps_and_agreement_of_many_clients_by_hand() -> None:
     assert shown == ["short", "2", "Other, plain", "2.00", "1.79"]
 
 
-def test_a_token_that_fp32_would_not_choose_counts_once(workshop: Workshop) -> None:
+def test_a_token_that_fp32_would_not_choose_counts_once(workshop: "Workshop") -> None:
     bundle = workshop.bundle("parallelspec")
     engine = spec_runtime.load(bundle, "none")
     text = engine.generate([5, 6, 7], max_new_tokens=40, ignore_eos=True).token_ids
@@ -341,7 +339,7 @@ def test_versions_are_pinned() -> None:
 
 @pytest.fixture
 def asking(
-    workshop: Workshop, fake_rival: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: "Workshop", fake_rival: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """Flags of both commands. Ours are real workers on a tiny bundle; the rivals are fakes."""
     there = Environment("openvino", (("there==1",),))

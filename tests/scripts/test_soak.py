@@ -1,7 +1,5 @@
 """Checks that soaks notice what they look for; `tools/ci/endure.py` soaks a tiny bundle."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from functools import partial
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.mark.slow
 @pytest.mark.parametrize(("spoilt", "workers"), [(Engine, 1), (AsyncEngine, 0)])
 def test_the_soak_notices_a_wrong_answer(
-    fluent: FluentWorkshop, spoilt: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+    fluent: "FluentWorkshop", spoilt: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an engine that threads share, and of one that answers several at a time."""
 

@@ -1,7 +1,5 @@
 """Runs each script of tools/training once on tiny targets and data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Takes about a minute of two cores. What each prints comes when it has ended. Exi
 failed; the tests of pytest show that they do where there is a fault.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

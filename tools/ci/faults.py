@@ -17,8 +17,6 @@ depends on the machine. Mounting needs root; without it those trials are skipped
 printed. Exit code 1 if anything failed.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

@@ -9,8 +9,6 @@ kind shows that they are. Exits with 1 if a case failed: it was neither accepted
 properly. What the kinds try is in tests/fuzz/kinds/.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import lzma

@@ -26,8 +26,6 @@ what glibc (2.33 or later) has handed out and Python's own blocks: resident memo
 beside it, also holds what was freed between blocks in use, and so grows without a leak.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Says how old measured figures are, in commits that changed the two packages since."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draws the charts of the site from results/*.json, as SVG, when the site is built."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

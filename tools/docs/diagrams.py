@@ -15,8 +15,6 @@ A column may mix kinds: `target: h_t; token: x_t+1`. `gap: 1` leaves a box's pla
 arrow can pass a column. `_2` after a letter is set as a subscript.
 """
 
-from __future__ import annotations
-
 import re
 from html import escape
 

@@ -13,8 +13,6 @@ Nothing that is drawn or generated here is committed. In a page's Markdown
 and README.md is the site's first page.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

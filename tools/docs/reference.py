@@ -1,7 +1,5 @@
 """Writes reference pages from the code: commands and the manifest's schema."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -9,8 +9,6 @@ the marker, and hooks.py puts the table there. Figures are never typed by hand. 
 is written: the exit code is 1 if a block is not what its JSON says.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -4,8 +4,6 @@ A cell is a template: `{speedup.all.median:.2f}` is the value at this path of a 
 decimals. A path that ends with "?" may lead nowhere; the cell is then blank.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

@@ -3,8 +3,6 @@
 Each function takes the argument that tables.toml gives it, and returns rows for its templates.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

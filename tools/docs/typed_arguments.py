@@ -5,8 +5,6 @@ A type checker reads source, so these TypedDicts have to stand there; a test com
     python -m tools.docs.typed_arguments
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import typing

@@ -34,8 +34,6 @@ This file and report.py import only the standard library, so that results are wr
 packages are broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

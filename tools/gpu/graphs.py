@@ -1,7 +1,5 @@
 """Makes, feeds and times graphs of random targets for tools/gpu/check.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

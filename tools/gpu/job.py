@@ -1,7 +1,5 @@
 """What the parts of tools/gpu/check.py share: sizes, bundles, prompts, and opened engines."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, field
 from pathlib import Path

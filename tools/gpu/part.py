@@ -5,8 +5,6 @@
 The result is written anew after every row, so that a part that is killed leaves what it had found.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

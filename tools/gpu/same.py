@@ -1,8 +1,6 @@
 """The parts of tools/gpu/check.py that ask whether results are the same: as on the CPU, of each
 drafter, alone and in lanes."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

@@ -1,7 +1,5 @@
 """The parts of tools/gpu/check.py that ask how fast it is: drafters, and forms of attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -42,8 +42,6 @@ transformers after the common prefix: a near tie is rounding, a wide gap a fault
 there is any difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

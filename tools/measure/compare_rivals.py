@@ -26,8 +26,6 @@ several. A column says how many answers equal ours of one at a time; the file sa
 part.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

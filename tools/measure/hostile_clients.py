@@ -6,8 +6,6 @@ that the server has answered before. Every connection is to loopback, every roun
 number of requests and bytes, and `attack` bounds its time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

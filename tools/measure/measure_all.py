@@ -15,8 +15,6 @@ under runs/rivals; `rivals` and `spec-bench` take an hour or more.
 Commit everything first, so that the provenance names a commit without "-dirty".
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

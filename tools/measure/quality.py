@@ -1,8 +1,6 @@
 """Scores texts under a target, which is told each token and asked how likely it was (teacher
 forcing)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

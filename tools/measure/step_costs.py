@@ -12,8 +12,6 @@ measured apart, under ONNX Runtime's profiler, which slows short operators down:
 matters, and not what a pass costs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

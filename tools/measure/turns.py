@@ -6,8 +6,6 @@ those of another case in the same round; of several rounds the median, the least
 are told.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

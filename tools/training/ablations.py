@@ -14,8 +14,6 @@ decode with a variant, build a bundle of it: `spec-export build --drafter-checkp
 runs/all/LABEL/drafter`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ layer means, its input or its output, and in which row of a block gives the firs
 tensor shows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

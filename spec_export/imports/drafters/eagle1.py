@@ -4,8 +4,6 @@ Their fc reads the embedding before the feature, ours after it. Layer 0 has no i
 nothing is normed behind the last one; embedding and head are the target's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

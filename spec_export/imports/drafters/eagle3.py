@@ -7,8 +7,6 @@ what an id of a target's layer means: the layer's input, or its output. P-EAGLE
 adds the states of mask rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 What a form cannot say is refused by name, because their readers would draft without it in silence.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, dataclass, fields

@@ -1,7 +1,5 @@
 """Reads config and tensors of another library's drafter, and notes which of them were used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

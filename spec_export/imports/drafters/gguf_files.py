@@ -5,8 +5,6 @@ Those of `dflash` hold DFlash, DSpark, which is DFlash with the tables of a Mark
 early ones of DSpark are called `dspark`. A map d2t holds ids, and layers' ids are inputs in all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

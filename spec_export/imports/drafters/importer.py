@@ -1,7 +1,5 @@
 """Imports a drafter of another library for one target, and measures whether it was read rightly."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any

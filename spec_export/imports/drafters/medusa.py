@@ -6,8 +6,6 @@ after L blocks. Its blocks are one module that is run L times, so that a file ma
 vLLM's blocks differ, have biases only if the config says so, and may guess a part of the tokens.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import count
 from typing import Any

@@ -4,8 +4,6 @@ How many tokens a pass guesses is not in the files. They are trained for 8; as a
 token, fewer or more can be asked for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from spec_export.drafters.draft_model import require_same_tokens

@@ -1,8 +1,6 @@
 """Reads what the forms of several drafters have in common: fc, embedding, head, decoder layers and
 rotary parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ An architecture needs a line that names the family, says how its file's tensors 
 the keys that no other architecture has. A key that is not read is refused by its name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

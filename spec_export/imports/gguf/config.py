@@ -4,8 +4,6 @@ Every key under the architecture's name is read, known to change nothing, or ref
 because a key that is dropped in silence may change the model's answers.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

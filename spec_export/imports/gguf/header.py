@@ -5,8 +5,6 @@ numbers from beyond the end of the file. The reader of the package `gguf` is one
 for ever where an array's count is a lie, and takes seconds for the tokens of a whole file.
 """
 
-from __future__ import annotations
-
 import mmap
 import re
 import struct

@@ -1,7 +1,5 @@
 """Hands out the metadata that stands under a GGUF file's architecture, each key once."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

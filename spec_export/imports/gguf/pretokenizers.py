@@ -10,8 +10,6 @@ and what lies between, become pieces of their own. With "smollm" the text "a 10\
 into "a ", "1", "0", "\n\n", "1", and then into "a", " ", "1", "0", "\n\n", "1".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spec_runtime.errors import UserError
@@ -103,11 +101,7 @@ _TABLE = {
     ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_HAN, r"\p{N}")),
     "deepseek-v3 hunyuan-dense hy_v4": PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            _HAN_AND_KANA,
-            rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}",
-        )
+        (r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}")
     ),
     "spark2_5": PreTokenizer(
         (

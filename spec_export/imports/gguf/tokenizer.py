@@ -5,8 +5,6 @@ its classes for SentencePiece differ from what such models were trained with. He
 its id, every control token its text, and what is not known is refused.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path

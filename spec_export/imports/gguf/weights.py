@@ -3,8 +3,6 @@
 A tensor is read and dequantised when it is asked for, so that no more than one is held twice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from math import prod

@@ -4,8 +4,6 @@ Nothing here imports torch or transformers, so that an unknown family is refused
 always a transformers config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,18 +4,10 @@
 a line in `FAMILIES`. Where families have one layer in common, they have one table.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
-from spec_export.model.families.family import (
-    SLIDING,
-    ExpertsTable,
-    Family,
-    Scale,
-    rope_everywhere,
-)
+from spec_export.model.families.family import SLIDING, ExpertsTable, Family, Scale, rope_everywhere
 from spec_runtime.errors import UnsupportedModelError
 from spec_runtime.files.mapping import brief
 

@@ -3,8 +3,6 @@
 Without pictures such a model computes what its text part does, so that only that is taken.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

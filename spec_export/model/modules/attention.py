@@ -4,8 +4,6 @@ Letters: N rows of one step, S cache slots, A rows moved, U written, H query hea
 heads, Dh head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Letters: N rows of one step, M rows of logits asked for, V vocabulary, D hidden width.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

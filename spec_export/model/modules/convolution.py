@@ -9,8 +9,6 @@ the position before its own.
 Letters: N rows of one step, S cache slots, D hidden width, K width of the convolution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

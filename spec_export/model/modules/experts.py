@@ -3,8 +3,6 @@
 Letters: N rows of one step, D hidden width, E experts, I width inside an expert.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The weights are a drafter's, but the target's graph runs them, once for each of 
 would repeat the product for every node of a tree, and taps are several times as wide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Defines the dense MLPs and their activations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

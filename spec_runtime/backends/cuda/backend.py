@@ -1,7 +1,5 @@
 """Opens a graph with ONNX Runtime on CUDA, with all buffers on the device."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs one binding of an ONNX Runtime session on CUDA: as it is, or by a CUDA graph."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

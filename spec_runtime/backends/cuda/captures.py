@@ -10,8 +10,6 @@ Nothing deadlocks: a call holds no lock but its thread's, and a capture never be
 `no_capture`. A finalizer may run at any moment in any thread, and therefore never waits.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Copies between the host and ONNX Runtime's values on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

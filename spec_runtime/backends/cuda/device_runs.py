@@ -4,8 +4,6 @@ A run copies its feeds there in one piece and brings back the outputs asked for.
 captured as CUDA graphs and replayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,12 +104,7 @@ class DeviceRuns:
     """
 
     def __init__(
-        self,
-        session: Any,
-        graph: Graph,
-        capacity: int,
-        buffers: Mapping[str, Any],
-        copies: Copies,
+        self, session: Any, graph: Graph, capacity: int, buffers: Mapping[str, Any], copies: Copies
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity

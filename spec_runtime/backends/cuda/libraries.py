@@ -4,8 +4,6 @@ ONNX Runtime itself looks only beside its own folder and prints which ones it mi
 finds them beside an installed torch, prints nothing, and names a missing library, driver or GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

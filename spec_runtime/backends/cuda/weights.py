@@ -5,8 +5,6 @@ a file is copied there once and lent to all sessions whose graphs name the same 
 for one lane and for several.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

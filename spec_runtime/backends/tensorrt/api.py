@@ -3,8 +3,6 @@
 spec_export builds plans with it too.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from functools import cache

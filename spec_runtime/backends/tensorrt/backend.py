@@ -6,8 +6,6 @@ asked for come back. A run takes the first profile that holds its shapes; a shap
 second time is captured as a CUDA graph and replayed from then on.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import weakref
@@ -24,12 +22,7 @@ from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.graph_cache import GraphCache
 from spec_runtime.backends.layout import Layout, PackedFeeds
 from spec_runtime.backends.pad_rows import PaddedRows, plan_padding
-from spec_runtime.backends.shapes import (
-    axis_sizes,
-    is_cache,
-    num_bytes,
-    shape_of,
-)
+from spec_runtime.backends.shapes import axis_sizes, is_cache, num_bytes, shape_of
 from spec_runtime.backends.tensorrt.api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.backends.tensorrt.contexts import ContextMaker, ShapedContext
 from spec_runtime.bundle.manifest import Bundle, Graph, Plan

@@ -1,7 +1,5 @@
 """Makes TensorRT's execution contexts, one for each set of shapes, and runs them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from spec_runtime.backends.cuda.api import Cuda

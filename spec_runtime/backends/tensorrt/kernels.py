@@ -4,8 +4,6 @@ A file holds the SHA-256 of its content, then the content. Content whose hash do
 reaches TensorRT.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -104,23 +104,13 @@ if __name__ == "__main__":
     write("plain", LlamaConfig(**SIZES, num_hidden_layers=1))
     write(
         "trained",  # with the windows that its training command gives
-        LlamaConfig(
-            **SIZES,
-            num_hidden_layers=2,
-            rms_norm_eps=1e-5,
-            rope_parameters=rope,
-            **wide,
-        ),
+        LlamaConfig(**SIZES, num_hidden_layers=2, rms_norm_eps=1e-5, rope_parameters=rope, **wide),
         **trained,
     )
     write(
         "peagle",  # with one that is narrower than the text
         LlamaConfig(
-            **SIZES,
-            num_hidden_layers=2,
-            rms_norm_eps=1e-5,
-            rope_parameters=rope,
-            **narrow,
+            **SIZES, num_hidden_layers=2, rms_norm_eps=1e-5, rope_parameters=rope, **narrow
         ),
         mask_token_id=5,
         norm_before_fc=True,

@@ -1,7 +1,5 @@
 """Chat templates: programs in Jinja that loop, grow, reach out of the sandbox or make no sense."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -228,11 +226,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "chat template",
-    "Jinja programs by a grammar: loops, growth, recursion, escapes; parse and render",
-    cases,
-    open_kind,
-    weight=12,
-    seconds=15,
-)
+KIND = Kind("chat template", cases, open_kind, weight=12, seconds=15)

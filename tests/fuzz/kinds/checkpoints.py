@@ -1,7 +1,5 @@
 """Drafters and training checkpoints: changed headers and damaged tensors whose hashes are right."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -121,10 +119,4 @@ def _with_header(content: bytes, edits: list[dict[str, Any]]) -> bytes:
     return len(changed).to_bytes(8, "little") + changed + content[8 + size :]
 
 
-KIND = Kind(
-    "checkpoint",
-    "drafters and training checkpoints: headers, safetensors headers, states, with right hashes",
-    cases,
-    open_kind,
-    weight=8,
-)
+KIND = Kind("checkpoint", cases, open_kind, weight=8)

@@ -1,7 +1,5 @@
 """Command lines: random flags and values for every verb, on a bundle of a few kilobytes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -176,11 +174,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "command line",
-    "every verb of spec-runtime with random flags, values, places and standard input",
-    cases,
-    open_kind,
-    weight=12,
-    seconds=20,
-)
+KIND = Kind("command line", cases, open_kind, weight=12, seconds=20)

@@ -1,7 +1,5 @@
 """Damaged files of a bundle: with hashes checked none passes, without them nothing crashes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +68,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "damaged file",
-    "flipped bits, cuts, swaps, zeroes, insertions in each file of a bundle",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("damaged file", cases, open_kind, weight=14)

@@ -1,7 +1,5 @@
 """Command lines of spec-export that name no model: they are refused and leave folders alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +106,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "export command line",
-    "spec-export's verbs with random flags and no model: refused, folders left as they were",
-    cases,
-    open_kind,
-    weight=4,
-    seconds=20,
-    megabytes=2048,
-)
+KIND = Kind("export command line", cases, open_kind, weight=4, seconds=20, megabytes=2048)

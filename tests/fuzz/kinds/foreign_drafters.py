@@ -1,7 +1,5 @@
 """Drafters of other libraries: changed configs, headers of weights and files, read for a target."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -69,12 +67,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "foreign drafter",
-    "another library's drafter with a changed config, damaged tensors or a cut file",
-    cases,
-    open_kind,
-    weight=2,
-    seconds=30,
-    megabytes=2048,
-)
+KIND = Kind("foreign drafter", cases, open_kind, weight=2, seconds=30, megabytes=2048)

@@ -1,7 +1,5 @@
 """Strangers' drafters, adapters and quantised models: every declared field with hostile values."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import typing
@@ -168,21 +166,18 @@ LIMITS: dict[str, Any] = {"weight": 1, "seconds": 20, "megabytes": 1536}
 KINDS = (
     Kind(
         "drafter config",
-        "drafters of nine libraries: every declared field with wrong types and sizes",
         partial(_cases, DRAFTERS, ("config.json",)),
         partial(_open, is_target=False),
         **LIMITS,
     ),
     Kind(
         "adapter",
-        "LoRA adapters: fields, patterns, bases that are themselves, headers of weights",
         partial(_cases, ("adapter",), ("adapter_config.json",)),
         partial(_open, is_target=True),
         **LIMITS,
     ),
     Kind(
         "quantised model",
-        "folders in seven quantised forms and plain ones: every declared field, headers",
         partial(_cases, (*QUANTISED, "llama", "experts"), (*CONFIGS, INDEX)),
         partial(_open, is_target=True),
         **LIMITS,

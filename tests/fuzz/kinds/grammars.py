@@ -4,8 +4,6 @@ A bomb is short and takes minutes or gigabytes to compile, or crashes the librar
 accepted is followed for some tokens: its masks always allow one, and the tokens it forces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,11 +150,4 @@ def _expanded(response_format: dict[str, Any]) -> dict[str, Any]:
     return _as_schema(schema) if levels else response_format
 
 
-KIND = Kind(
-    "grammar",
-    "JSON schemas, expressions and grammars, bombs among them; compile and follow",
-    cases,
-    open_kind,
-    weight=2,
-    seconds=20,
-)
+KIND = Kind("grammar", cases, open_kind, weight=2, seconds=20)

@@ -1,7 +1,5 @@
 """JSON Lines: training data, prompts of bench and of distill; read lines are those JSON parses."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from contextlib import suppress
@@ -148,10 +146,4 @@ def open_kind(folder: Path) -> Run:
 
 
 __all__ = ["KIND", "Refused"]
-KIND = Kind(
-    "JSON Lines",
-    "training data and prompt files: types, U+2028, surrogates, depth, damage, xz",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("JSON Lines", cases, open_kind, weight=14)

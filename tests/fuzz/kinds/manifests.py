@@ -1,7 +1,5 @@
 """Manifests: types, sizes, depth, names and paths; whoever wrote them, the tokens stay right."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -114,10 +112,4 @@ def generate_as_plain(folder: Path, drafter: str | None, verify: bool = True) ->
         raise Wrong(f"tokens differ from plain decoding: {got} and {expected}")
 
 
-KIND = Kind(
-    "manifest",
-    "a manifest with changed values, types, names, paths, depth; load and generate, or show",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("manifest", cases, open_kind, weight=14)

@@ -1,7 +1,5 @@
 """Models to build from: changed configurations, damaged weights and tokenizers, GGUF headers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -134,12 +132,4 @@ def _require_bounded_output() -> None:
     sys.stdout.flush()
 
 
-KIND = Kind(
-    "model folder",
-    "a Hugging Face folder with changed JSON, damaged weights and tokenizer; GGUF headers",
-    cases,
-    open_kind,
-    weight=4,
-    seconds=30,
-    megabytes=2048,
-)
+KIND = Kind("model folder", cases, open_kind, weight=4, seconds=30, megabytes=2048)

@@ -3,8 +3,6 @@
 The model is never loaded: a build that gets so far is interrupted there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -155,11 +153,4 @@ def _require_ours(out: Path, case: dict[str, Any]) -> None:
         raise Wrong(f"a build goes on to replace other people's files: {foreign}")
 
 
-KIND = Kind(
-    "out folder",
-    "what stands where a build is to go: foreign files, bundles, links; refused or left whole",
-    cases,
-    open_kind,
-    weight=6,
-    megabytes=2048,
-)
+KIND = Kind("out folder", cases, open_kind, weight=6, megabytes=2048)

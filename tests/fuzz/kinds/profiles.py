@@ -1,7 +1,5 @@
 """Machine profiles: a damaged one is dropped and measured anew, and none changes a token."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -143,10 +141,4 @@ def _put(file: Path, content: bytes, stands: str | None) -> None:
         file.write_bytes(content)
 
 
-KIND = Kind(
-    "machine profile",
-    "all fields, their types, keys, bytes, another thing in the file's place; load and generate",
-    cases,
-    open_kind,
-    weight=10,
-)
+KIND = Kind("machine profile", cases, open_kind, weight=10)

@@ -1,7 +1,5 @@
 """Prompts of all types: strings, messages, token ids and what is none of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +88,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "prompt",
-    "strings, messages, content parts, token ids, surrogates, other types; generate and stream",
-    cases,
-    open_kind,
-    weight=12,
-)
+KIND = Kind("prompt", cases, open_kind, weight=12)

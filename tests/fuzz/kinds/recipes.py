@@ -1,7 +1,5 @@
 """Recipes: changed TOML and overrides; one that is taken is the same after a round trip."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -149,10 +147,4 @@ def _require_sensible(recipe: Any) -> None:
             raise Wrong(f"takes a rate or weight that is not finite: {value}")
 
 
-KIND = Kind(
-    "recipe",
-    "TOML with changed values, types, keys, depth, bytes; overrides; a round trip",
-    cases,
-    open_kind,
-    weight=14,
-)
+KIND = Kind("recipe", cases, open_kind, weight=14)

@@ -1,7 +1,5 @@
 """Sampling parameters: all fields, all types, extremes; what is accepted gives plain's tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +99,4 @@ def _id(key: str) -> Any:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
 
 
-KIND = Kind(
-    "sampling parameters",
-    "all fields of SamplingParams, all types, extremes; tokens are plain decoding's",
-    cases,
-    open_kind,
-    weight=20,
-)
+KIND = Kind("sampling parameters", cases, open_kind, weight=20)

@@ -1,7 +1,5 @@
 """Tokenizers: structural changes of tokenizer.json, and components that blow texts up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -168,10 +166,4 @@ def open_kind(folder: Path) -> Run:
     return run
 
 
-KIND = Kind(
-    "tokenizer",
-    "tokenizer.json with changed structure and odd components; encode, generate, decode",
-    cases,
-    open_kind,
-    weight=10,
-)
+KIND = Kind("tokenizer", cases, open_kind, weight=10)

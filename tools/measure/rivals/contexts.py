@@ -1,7 +1,5 @@
 """Makes the prompts of a race: short ones as they are in the file, and long ones put together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 

@@ -4,8 +4,6 @@ The versions of all rivals stand here and nowhere else. What an environment was 
 a stamp beside it, so that it is made once and made anew when a version changes.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Says how far each contender's texts are fp32's: of quantised weights, what their speed costs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

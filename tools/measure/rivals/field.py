@@ -4,8 +4,6 @@ Every mode here is lossless by its method: it writes what the same engine writes
 rounding of its own products. Whether it does is counted (see report.py), not assumed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@
 before. The weights are those of the target as it stands: a GGUF file's are dequantised.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ once. One answers while the others wait, and whose turn comes first rotates from
 that a machine that slows down slows all of them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Everything here is computed from the race's rows, so that fixed rows give fixed figures.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The lines that go to and fro are described in workers/protocol.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
