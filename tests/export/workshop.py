@@ -72,13 +72,12 @@ class Workshop:
     """Makes what is asked for under `folder`. The files it returns are shared: do not change them.
 
     The target is random and its drafters are trained for two steps, which is enough for every test
-    that does not need drafts to be right. Its heads have 64 columns, as real ones do, so that these
-    workshops share traces with that of CUDA, which has kernels by that size.
+    that does not need drafts to be right.
     """
 
     num_steps = 2
     lr = 1e-3
-    target: Mapping[str, Any] = MappingProxyType({"head_dim": 64})  # options of save_llama
+    target: Mapping[str, Any] = MappingProxyType({})  # options of save_llama
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -165,12 +164,15 @@ class Workshop:
 
 
 class CudaWorkshop(Workshop):
-    """A workshop of what is built for CUDA: drafters are untrained, and have the options that add
-    operators. `kind` has options of `save_llama`."""
+    """A workshop whose target has heads of 64, as real ones do: CUDA has kernels by that size.
+
+    Its drafters are untrained, and have the options that add operators. `kind` has options of
+    `save_llama`.
+    """
 
     def __init__(self, folder: Path, kind: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(folder)
-        self.target = {**self.target, **kind}
+        self.target = {"head_dim": 64} | dict(kind)
 
     def _drafter(self, name: str) -> Path:
         model, _ = target.load(target.resolve(str(self.llama())))
