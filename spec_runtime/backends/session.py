@@ -176,7 +176,7 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
         if kernels != OFF and library():
             try:
                 # With VNNI, ONNX Runtime's int8 products are as quick, and as exact.
-                model = with_few_rows(path, kernels == ALL or saturates())
+                model = with_few_rows(path, options.threads, kernels == ALL or saturates())
                 if model is not None:
                     return _open(path, options, model=model)
             except Exception as error:  # ONNX Runtime's own kinds

@@ -5,6 +5,7 @@
 //   VB, VI, VF        vectors of bytes, int32, float
 //   IS_UNSIGNED       whether dot8 takes weights as unsigned, so that sums begin at -128 * sum(x)
 //   TARGET            the attribute of all functions
+//   FLOAT_ROWS        how many rows' sums of PANEL float columns the registers hold
 //   and the functions on these vectors that are used below.
 // A row's float operations come in one order, whatever rows and columns are computed beside it:
 // its results are the same bit for bit.
@@ -14,17 +15,17 @@
 #include "few_rows.h"
 
 #define INLINE TARGET static inline __attribute__((always_inline))
-#define MAGIC 12582912.0f  // 1.5 * 2^23: added to a float, its lowest bits are the nearest integer
-enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000 };
-
 INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+#define MAGIC 12582912.0f  // 1.5 * 2^23: added to a float, its lowest bits are the nearest integer
+enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000, PANEL = 3 * LANES };
 
 // Returns how many values of a row share a scale: never those of two blocks of weights.
 INLINE int64_t step_of(const Product *p) { return p->block < ACTIVATIONS ? p->block : ACTIVATIONS; }
 
 TARGET static Record layout(const Product *p) {
+  if (p->bits == 32) return (Record){.size = 4 * p->K, .columns = PANEL};
   int64_t steps = p->bits == 0 ? 1 : p->K / step_of(p);
-  Record l = {.scale_at = up_to(p->K + 3, ALIGNED)};
+  Record l = {.scale_at = up_to(p->K + 3, ALIGNED), .columns = V};
   l.start_at = l.scale_at + up_to(4 * steps, ALIGNED);
   l.sum_at = l.start_at + up_to(4 * steps, ALIGNED);
   l.size = l.sum_at + up_to(4 * steps, ALIGNED);
@@ -279,6 +280,8 @@ INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *reco
   }
 }
 
+#include "float_loops.h"
+
 #define ROWS(bits, R)                                                               \
   case R:                                                                           \
     columns_of(p, l, record, y + r * p->N, n, width, &columns, next, bits, R);      \
@@ -289,6 +292,7 @@ INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *reco
 
 TARGET static int multiply(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
                            float *y, int64_t first, int64_t end) {
+  if (p->bits == 32) return multiply_floats(p, (const float *)records, rows, y, first, end);
   if (p->bits == 0) {
     for (int64_t n = first; n < end; n += V)
       for (int64_t r = 0; r < rows; r += MANY)
