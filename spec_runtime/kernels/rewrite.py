@@ -37,8 +37,8 @@ class _Node:
 
 
 def with_few_rows(path: Path, threads: int = 1, has_int8: bool = True) -> bytes | None:
-    """Returns the ONNX file at `path` with FewRows in place of each product that it can compute, for
-    a session of so many threads, or None if there is none. Without `has_int8`, row-wise int8
+    """Returns the ONNX file at `path` with FewRows in place of each product that it can compute, or
+    None if there is none. The session will have `threads`. Without `has_int8`, row-wise int8
     products stay."""
     data, parts, graph = path.read_bytes(), [], None
     for number, begin, end, value in Messages(data).fields(0, len(data)):

@@ -7,8 +7,9 @@
 // are meanwhile fetched into the second cache. Three rows or fewer are done too fast for that: they
 // take SHALLOW values of all columns before the next ones, which are long runs of memory. Of many
 // rows, arithmetic decides: they meet panels of weights that were copied.
-enum { SHALLOW = 16, DEEP = 128, COPIED = 512, NEED_DEPTH = 4, NEED_COPY = 25 };
-enum { TALL = 64, AHEAD = 1 << 14 };  // with f32[N, K]: rows that stay in the cache; floats
+enum { SHALLOW = 16, DEEP = 128, COPIED = 768, NEED_DEPTH = 4, NEED_COPY = 25 };
+// With f32[N, K]: rows that stay in the second cache, columns between two groups of rows, floats.
+enum { TALL = 64, WIDE = 24, AHEAD = 1 << 14 };
 
 // Says which weights are next, for PANEL columns, and what to fetch meanwhile.
 typedef struct {
@@ -47,7 +48,7 @@ INLINE void add_floats(const float *x, int64_t K, Panel panel, int64_t count, co
 
 // Computes up to three columns of R rows by weights f32[N, K].
 INLINE void dot_floats(const float *x, int64_t K, const float *weight, const float *bias, float *y,
-                       int64_t N, int64_t width, const int R) {
+                       int64_t N, int64_t width, int64_t ahead, const int R) {
   const float *w_of[3];
   VF acc[FLOAT_ROWS][3];
   for (int j = 0; j < 3; j++) w_of[j] = weight + (j < width ? j : 0) * K;
@@ -57,7 +58,7 @@ INLINE void dot_floats(const float *x, int64_t K, const float *weight, const flo
   for (; k + LANES <= K; k += LANES) {
     VF w[3];
     for (int j = 0; j < 3; j++) {
-      __builtin_prefetch(w_of[j] + k + AHEAD, 0, 2);
+      __builtin_prefetch(w_of[j] + k + ahead, 0, 2);
       w[j] = load_f(w_of[j] + k);
     }
     for (int r = 0; r < R; r++) {
@@ -88,18 +89,21 @@ INLINE void dot_floats(const float *x, int64_t K, const float *weight, const flo
 #else
 #define ALL_FLOATS EACH_FLOATS
 #endif
-#define DOT(R) dot_floats(x + r * K, K, weight, bias, y + r * N + n, N, width, R)
+#define DOT(R) dot_floats(x + r * K, K, weight, bias, y + r * N + n, N, width, ahead, R)
 #define ADD(R) add_floats(x + r * K + k, K, panel, count, from, pitch, to, N, width, R)
 
 INLINE void turned_columns(const Product *p, const float *x, int64_t rows, float *y,
                            int64_t first, int64_t end) {
   const int64_t K = p->K, N = p->N;
   for (int64_t begin = 0; begin < rows; begin += TALL)
-    for (int64_t n = first; n < end; n += 3) {
-      const float *weight = (const float *)p->weight + n * K, *bias = p->bias ? p->bias + n : 0;
-      const int64_t width = end - n, last = rows - begin < TALL ? rows : begin + TALL;
+    for (int64_t wide = first; wide < end; wide += WIDE) {
+      const int64_t last = rows - begin < TALL ? rows : begin + TALL;
       for (int64_t r = begin; r < last; r += FLOAT_ROWS)
-        switch (last - r < FLOAT_ROWS ? last - r : FLOAT_ROWS) { ALL_FLOATS(DOT) }
+        for (int64_t n = wide; n < end && n < wide + WIDE; n += 3) {
+          const float *weight = (const float *)p->weight + n * K, *bias = p->bias ? p->bias + n : 0;
+          const int64_t width = end - n, ahead = r == begin ? AHEAD : 0;
+          switch (last - r < FLOAT_ROWS ? last - r : FLOAT_ROWS) { ALL_FLOATS(DOT) }
+        }
     }
 }
 
