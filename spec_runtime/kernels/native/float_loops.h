@@ -7,7 +7,7 @@
 // are meanwhile fetched into the second cache. Three rows or fewer are done too fast for that: they
 // take SHALLOW values of all columns before the next ones, which are long runs of memory. Of many
 // rows, arithmetic decides: they meet panels of weights that were copied.
-enum { SHALLOW = 16, DEEP = 128, COPIED = 768, NEED_DEPTH = 4, NEED_COPY = 25 };
+enum { SHALLOW = 16, DEEP = 8 * LANES, COPIED = 768, NEED_DEPTH = 4, NEED_COPY = 25 };
 // With f32[N, K]: rows that stay in the second cache, columns between two groups of rows, floats.
 enum { TALL = 64, WIDE = 24, AHEAD = 1 << 14 };
 
@@ -17,19 +17,12 @@ typedef struct {
   int64_t stride, next_stride;
 } Panel;
 
-INLINE int64_t part_of(int64_t width, int64_t j) {
-  const int64_t left = width - j * LANES;
-  return left < 0 ? 0 : left < LANES ? left : LANES;
-}
-
 // Adds the products of `count` values of R rows to what `from` holds, by weights f32[K, N].
 INLINE void add_floats(const float *x, int64_t K, Panel panel, int64_t count, const float *from,
-                       int64_t pitch, float *y, int64_t N, int64_t width, const int R) {
+                       int64_t pitch, float *y, int64_t N, const int R) {
   VF acc[FLOAT_ROWS][3];
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < 3; j++)
-      acc[r][j] = width == PANEL ? load_f(from + r * pitch + j * LANES)
-                                 : first_f(from + r * pitch + j * LANES, part_of(width, j));
+    for (int j = 0; j < 3; j++) acc[r][j] = load_f(from + r * pitch + j * LANES);
   for (int64_t k = 0; k < count; k++, panel.at += panel.stride, panel.next += panel.next_stride) {
     VF w[3];
     for (int at = 0; at < PANEL; at += 16) __builtin_prefetch(panel.next + at, 0, 2);
@@ -40,10 +33,7 @@ INLINE void add_floats(const float *x, int64_t K, Panel panel, int64_t count, co
     }
   }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < 3; j++) {
-      if (width == PANEL) memcpy(y + r * N + j * LANES, &acc[r][j], sizeof(VF));
-      else store_first(y + r * N + j * LANES, acc[r][j], part_of(width, j));
-    }
+    for (int j = 0; j < 3; j++) memcpy(y + r * N + j * LANES, &acc[r][j], sizeof(VF));
 }
 
 // Computes up to three columns of R rows by weights f32[N, K].
@@ -90,7 +80,7 @@ INLINE void dot_floats(const float *x, int64_t K, const float *weight, const flo
 #define ALL_FLOATS EACH_FLOATS
 #endif
 #define DOT(R) dot_floats(x + r * K, K, weight, bias, y + r * N + n, N, width, ahead, R)
-#define ADD(R) add_floats(x + r * K + k, K, panel, count, from, pitch, to, N, width, R)
+#define ADD(R) add_floats(x + r * K + k, K, panel, count, from, pitch, to, to_pitch, R)
 
 INLINE void turned_columns(const Product *p, const float *x, int64_t rows, float *y,
                            int64_t first, int64_t end) {
@@ -111,6 +101,7 @@ INLINE void turned_columns(const Product *p, const float *x, int64_t rows, float
 INLINE int multiply_floats(const Product *p, const float *x, int64_t rows, float *y, int64_t first,
                            int64_t end) {
   static const float zeros[PANEL];
+  float edge[FLOAT_ROWS * PANEL] = {0};  // of the last columns, if they fill no panel
   if (p->is_turned) return turned_columns(p, x, rows, y, first, end), 1;
   const int64_t K = p->K, N = p->N;
   const int64_t deepest = rows < NEED_DEPTH ? SHALLOW : rows < NEED_COPY ? DEEP : COPIED;
@@ -124,19 +115,24 @@ INLINE int multiply_floats(const Product *p, const float *x, int64_t rows, float
       Panel panel = {weight, weight + depth * N, N, N};
       if (rows >= NEED_DEPTH) panel.next = n + PANEL < end ? weight + PANEL : panel.next + first - n;
       if (rows >= NEED_COPY || width < PANEL) {
-        for (int64_t i = 0; i < count; i++)
-          for (int j = 0; j < 3; j++) {
-            const float *at = weight + i * N + j * LANES;
-            VF w = width == PANEL ? load_f(at) : first_f(at, part_of(width, j));
-            memcpy(slab + i * PANEL + j * LANES, &w, sizeof w);
-          }
+        if (width < PANEL) memset(slab, 0, count * PANEL * sizeof(float));
+        for (int64_t i = 0; i < count; i++) {
+          if (width == PANEL) memcpy(slab + i * PANEL, weight + i * N, PANEL * sizeof(float));
+          else memcpy(slab + i * PANEL, weight + i * N, width * sizeof(float));
+        }
         panel.at = slab, panel.stride = PANEL;
       }
       for (int64_t r = 0; r < rows; r += most) {
-        float *to = y + r * N + n;
-        const float *from = k ? to : p->bias ? p->bias + n : zeros;
-        const int64_t pitch = k ? N : 0;
-        switch (rows - r < most ? rows - r : most) { ALL_FLOATS(ADD) }
+        const int64_t few = rows - r < most ? rows - r : most;
+        float *out = y + r * N + n, *to = width < PANEL ? edge : out;
+        const float *from = k ? out : p->bias ? p->bias + n : zeros;
+        int64_t pitch = k ? N : 0, to_pitch = width < PANEL ? PANEL : N;
+        if (width < PANEL) {
+          for (int64_t i = 0; i < few; i++) memcpy(to + i * PANEL, from + i * pitch, width * 4);
+          from = to, pitch = PANEL;
+        }
+        switch (few) { ALL_FLOATS(ADD) }
+        for (int64_t i = 0; i < few && width < PANEL; i++) memcpy(out + i * N, to + i * PANEL, width * 4);
         panel.next = panel.at, panel.next_stride = 0;
       }
     }

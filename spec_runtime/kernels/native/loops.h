@@ -169,7 +169,7 @@ INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records
       sum[r] = bits == 8 && IS_UNSIGNED
                    ? set_i(((const int32_t *)(records + r * size + l->start_at))[s]) : set_i(0);
     for (int64_t at = 0; next && at < fours * V; at += ALIGNED, next += ALIGNED)
-      __builtin_prefetch(next);
+      __builtin_prefetch(next, 0, 2);
     for (int64_t i = 0; i < fours; i++, weights += V, x += 32 / bits) {
       VB w = all_b(weights);
       if (bits == 4) {
@@ -229,7 +229,7 @@ INLINE void add_slab(const Record *l, const uint8_t *records, const uint8_t *wei
     for (int j = 0; j < 4; j++) acc[r][j] = load_i(sums[r] + j * LANES);
   for (int64_t i = 0; i < count; i += 4, weight += 4 * V) {
     VB w[4];
-    for (int j = 0; j < 4; j++, next += stride) __builtin_prefetch(next);
+    for (int j = 0; j < 4; j++, next += stride) __builtin_prefetch(next, 0, 2);
     for (int j = 0; j < 4; j++) w[j] = all_b(weight + j * V);
     for (int r = 0; r < R; r++) {
       VB x = four_b(records + r * l->size + k + i);
