@@ -94,7 +94,7 @@ class _Graph:
         uses.update(self._outputs)
         made: dict[str, _Node] = {}  # by the output that is now FewRows'
         for node in self._nodes:
-            product = self._int8(node, makers, uses) if has_int8 else None
+            product = self._int8(node, makers, uses, threads) if has_int8 else None
             product = product or _int4(node, makers, uses) or self._float(node, threads)
             if product is not None:
                 made[node.outputs[0]] = product
@@ -103,7 +103,7 @@ class _Graph:
         return bool(made)
 
     def _int8(
-        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]
+        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int], threads: int
     ) -> _Node | None:
         """Returns FewRows if `node` is the last of a row-wise int8 product, see quantize._Int8."""
         product = _maker(node, 0, "Mul", "com.microsoft.MatMulIntegerToFloat", makers)
@@ -123,7 +123,7 @@ class _Graph:
             or size.inputs[0] != ratio.inputs[0]
         ):
             return None
-        return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], bits=0)
+        return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], bits=0, threads=threads)
 
     def _float(self, node: _Node, threads: int) -> _Node | None:
         """Returns FewRows if `node` is a product with an initializer in float32."""

@@ -94,11 +94,8 @@ class Product:
             ["y"],
             domain=DOMAIN,
             bits=self.bits,
-            **(
-                {"turned": int(self.form == "turned"), "threads": threads}
-                if self.bits == 32
-                else {}
-            ),
+            turned=int(self.form == "turned"),
+            threads=threads,
         )
         return open_session([node], present, threads)
 
@@ -236,7 +233,7 @@ def test_what_does_not_fit_is_an_error(instructions: str) -> None:
     with pytest.raises(Exception, match="values a row 130048"):
         Product("whole", 130048, 1, 32).session()
     floats = Product("float", 64, 8, 32)
-    for name, wrong, said in (
+    for name, wrong_float, said in (
         ("weight", np.zeros((64, 8, 1), np.float32), "dimensions of weights 3, expected 2"),
         ("weight", np.zeros((0, 8), np.float32), "values a row 0"),
         ("scale", np.zeros(8, np.float32), "scales: 1, expected 0"),
@@ -244,7 +241,7 @@ def test_what_does_not_fit_is_an_error(instructions: str) -> None:
         ("bias", np.zeros(7, np.float32), "elements of an input: 7, expected 8"),
     ):
         with pytest.raises(Exception, match=said):
-            floats.session(1, {name: wrong})
+            floats.session(1, {name: wrong_float})
     with pytest.raises(Exception, match="threads 0, expected 1"):
         floats.session(0)
 
@@ -269,14 +266,16 @@ def _graph(precision: str, with_minima: bool) -> Any:
         on_grid = draw.integers(-8, 8, (2, 128, 128)).astype(np.float32)
         arrays = dict(zip("AB", on_grid * np.float32(0.25), strict=True))
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["M", 128]) for n in ("x", "y"))
-    last = ("Gemm", ["a", "B", "bias"], {"transB": 1, "alpha": 1.0, "beta": 1.0})
-    operator, inputs, attributes = last if precision == "fp32" else ("MatMul", ["a", "B"], {})
+    operator, inputs = "MatMul", ["a", "B"]
+    attributes: dict[str, Any] = {}
+    if precision == "fp32":
+        operator, inputs = "Gemm", ["a", "B", "bias"]
+        attributes = {"transB": 1, "alpha": 1.0, "beta": 1.0}
+        arrays["bias"] = rows(1, 128)[0]
     nodes = [
         helper.make_node("MatMul", ["x", "A"], ["a"]),
         helper.make_node(operator, inputs, ["y"], **attributes),
     ]
-    if precision == "fp32":
-        arrays["bias"] = rows(1, 128)[0]
     weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     graph = helper.make_graph(nodes, "g", [x], [y], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

@@ -4,8 +4,8 @@
 // Inputs: x f32[..., K]; weight; scale; zero points, minima and bias, each of which may be missing
 // (see few_rows.h for their forms). All but x are initializers, which are read where they lie.
 // Attribute `bits`: 4 or 8, 0 for weights s8[K, N] with a scale a column, or 32 for float weights,
-// which have no scale, and two attributes besides: `turned` for weights f32[N, K], and how many
-// `threads` the session has. Output: f32[..., N].
+// which have no scale, and are f32[N, K] if `turned` is 1. With 0 and 32, `threads` says how many
+// the session has. Output: f32[..., N].
 #include <stdlib.h>
 #include <string.h>
 
@@ -60,8 +60,8 @@ static OrtStatus *read_product(OrtApi api, const OrtKernelInfo *info, Product *p
   const int is_float = bits == 32, has_blocks = bits && !is_float;
   int64_t turned = 0;
   if (is_float) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "turned", &turned));
-  if (is_float) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "threads", &p->threads));
-  if (is_float && p->threads < 1) return refuse(api, "threads", p->threads, 1);
+  if (!has_blocks) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "threads", &p->threads));
+  if (!has_blocks && p->threads < 1) return refuse(api, "threads", p->threads, 1);
   p->bits = (int)bits, p->is_turned = turned != 0;
   TRY(initializer(api, info, WEIGHT, is_float ? FLOAT : bits ? UINT8 : INT8, sizes, &count,
                   (const void **)&p->weight));
@@ -145,7 +145,7 @@ static void divide(const Kernel *k, Call *call) {
   const int64_t tiles = (k->product.N + step - 1) / step;
   int64_t least = INT64_MAX;
   call->parts = tiles < MOST_TASKS ? tiles : MOST_TASKS, call->row_parts = 1;
-  for (int64_t parts = 1; parts <= threads; parts++) {  // none for quantised rows
+  for (int64_t parts = 1; parts <= threads; parts++) {  // none with bits 4 and 8
     const int64_t row_parts = threads / parts;
     const int64_t tall = (call->rows + row_parts - 1) / row_parts, wide = (tiles + parts - 1) / parts;
     if (wide * (tall + ROWS_TO_READ) > least || parts > tiles || row_parts > call->rows) continue;

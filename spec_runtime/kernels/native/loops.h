@@ -240,43 +240,55 @@ INLINE void add_slab(const Record *l, const uint8_t *records, const uint8_t *wei
     for (int j = 0; j < 4; j++) store_i(sums[r] + j * LANES, acc[r][j]);
 }
 
-// Computes V columns, or as many as there are, of up to MANY rows with a scale a column.
+// Writes V columns of a row, or as many as there are, with a scale a column.
+INLINE void scale_columns(const Product *p, float size, const int32_t *sums, float *y, int64_t n,
+                          int64_t width) {
+  VI natural[4];
+  for (int j = 0; j < 4; j++) natural[j] = load_i(sums + j * LANES);
+  untangle(natural);
+  for (int j = 0; j < 4 && j * LANES < width; j++) {
+    int64_t at = n + j * LANES, left = width - j * LANES;
+    if (left > LANES) left = LANES;
+    VF out = mul_f(to_float(natural[j]), first_f(p->scale + at, left));
+    out = mul_f(out, set_f(size));
+    if (p->bias) out = add_f(out, first_f(p->bias + at, left));
+    store_first(y + at, out, left);
+  }
+}
+
+// Computes columns [first, end) of some rows; up to MANY times V columns of a row. Several times V
+// columns are read few values deep, which are longer runs of memory.
 INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
-                          float *y, int64_t n, int64_t width) {
+                          float *y, int64_t first, int64_t end) {
   _Alignas(ALIGNED) uint8_t slab[SLAB * V];
   _Alignas(ALIGNED) int32_t sums[MANY][V];
-  for (int64_t r = 0; r < rows; r++) {
+  const int64_t panels = (end - first + V - 1) / V, depth = panels == 1 ? SLAB : rows < 4 ? SLAB / 16 : SLAB / 4;
+  for (int64_t i = 0; i < rows * panels; i++) {
     int32_t start = 0;
-    if (IS_UNSIGNED) memcpy(&start, records + r * l->size + l->start_at, 4);
-    for (int j = 0; j < V; j++) sums[r][j] = start;
+    if (IS_UNSIGNED) memcpy(&start, records + i % rows * l->size + l->start_at, 4);
+    for (int j = 0; j < V; j++) sums[i][j] = start;
   }
-  for (int64_t k = 0; k < p->K; k += SLAB) {
-    int64_t count = p->K - k < SLAB ? p->K - k : SLAB;
-    gather(p, n, width, k, count, slab);
-    const uint8_t *next = p->weight + (k + SLAB < p->K ? (k + SLAB) * p->N + n : n + V);
-    int64_t stride = p->N;
-    for (int64_t r = 0; r < rows; next = slab, stride = 0) {
-      const uint8_t *record = records + r * l->size;
-      int64_t left = rows - r;
-      if (left >= 4) add_slab(l, record, slab, k, count, sums + r, next, stride, 4), r += 4;
-      else if (left >= 2) add_slab(l, record, slab, k, count, sums + r, next, stride, 2), r += 2;
-      else add_slab(l, record, slab, k, count, sums + r, next, stride, 1), r += 1;
+  for (int64_t k = 0; k < p->K; k += depth)
+    for (int64_t i = 0; i < panels; i++) {
+      const int64_t n = first + i * V, width = end - n < V ? end - n : V;
+      const int64_t count = p->K - k < depth ? p->K - k : depth;
+      const uint8_t *next = p->weight + (panels > 1 || k + depth < p->K ? (k + depth) * p->N + n : n + V);
+      int64_t stride = p->N;
+      gather(p, n, width, k, count, slab);
+      for (int64_t r = 0; r < rows; next = slab, stride = 0) {
+        const uint8_t *record = records + r * l->size;
+        int64_t left = rows - r;
+        int32_t (*to)[V] = sums + i * rows + r;
+        if (left >= 4) add_slab(l, record, slab, k, count, to, next, stride, 4), r += 4;
+        else if (left >= 2) add_slab(l, record, slab, k, count, to, next, stride, 2), r += 2;
+        else add_slab(l, record, slab, k, count, to, next, stride, 1), r += 1;
+      }
     }
-  }
-  for (int64_t r = 0; r < rows; r++) {
+  for (int64_t i = 0; i < rows * panels; i++) {
+    const int64_t r = i % rows, n = first + i / rows * V;
     float size;
     memcpy(&size, records + r * l->size + l->scale_at, 4);
-    VI natural[4];
-    for (int j = 0; j < 4; j++) natural[j] = load_i(sums[r] + j * LANES);
-    untangle(natural);
-    for (int j = 0; j < 4 && j * LANES < width; j++) {
-      int64_t at = n + j * LANES, left = width - j * LANES;
-      if (left > LANES) left = LANES;
-      VF out = mul_f(to_float(natural[j]), first_f(p->scale + at, left));
-      out = mul_f(out, set_f(size));
-      if (p->bias) out = add_f(out, first_f(p->bias + at, left));
-      store_first(y + r * p->N + at, out, left);
-    }
+    scale_columns(p, size, sums[i], y + r * p->N, n, end - n);
   }
 }
 
@@ -294,10 +306,11 @@ TARGET static int multiply(const Product *p, const Record *l, const uint8_t *rec
                            float *y, int64_t first, int64_t end) {
   if (p->bits == 32) return multiply_floats(p, (const float *)records, rows, y, first, end);
   if (p->bits == 0) {
-    for (int64_t n = first; n < end; n += V)
+    const int64_t wide = rows < MANY ? MANY / rows * V : V;
+    for (int64_t n = first; n < end; n += wide)
       for (int64_t r = 0; r < rows; r += MANY)
         whole_columns(p, l, records + r * l->size, rows - r < MANY ? rows - r : MANY,
-                      y + r * p->N, n, end - n < V ? end - n : V);
+                      y + r * p->N, n, end - n < wide ? end : n + wide);
     return 1;
   }
   const int64_t length = p->K * p->bits / 8;
