@@ -31,7 +31,7 @@ from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
 from spec_runtime.kernels.library import ALL, instructions, library, wanted
-from spec_runtime.kernels.rewrite import with_few_rows
+from spec_runtime.kernels.rewrite import with_operators
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
 # the user's cache folder. A value that the user has set, such as 0, is kept.
@@ -177,10 +177,7 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
     def open_new() -> Any:
         if native is not None:
             try:
-                # With VNNI, ONNX Runtime's int8 products are as quick, and as exact; their weights
-                # would have to be packed into files.
-                has_int8 = kernels == ALL or saturates() or bool(options.hashes)
-                model = with_few_rows(path, has_int8)
+                model = with_operators(path, options.threads)
                 if model is not None:
                     session = _open(path, options, model=model.data)
                     session.has_exact_rows = model.has_exact_rows

@@ -1,5 +1,5 @@
-"""Puts native operators into a graph: FewRows in place of the nodes of each quantised product, and
-TreeAttention in place of each GroupQueryAttention.
+"""Puts native operators into a graph: FewRows in place of the nodes of each product with weights,
+and TreeAttention in place of each GroupQueryAttention.
 
 The runtime has no onnx package: this edits the file's messages. Weights stay where they lie, in the
 files beside the graph's, and FewRows reads them as they are.
@@ -23,7 +23,7 @@ _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_OUTPUT, _OUTPUT_NAME = 1, 5, 12, 1
 _INPUT, _OUTPUT, _NAME, _OPERATOR, _ATTRIBUTE, _DOMAIN = 1, 2, 3, 4, 5, 7
 _ATTRIBUTE_NAME, _ATTRIBUTE_INT, _ATTRIBUTE_TYPE, _IS_INT = 1, 3, 20, 2
 _ZERO = b"\x15\0\0\0\0\xa0\1\1"  # the number of an attribute that is a float, and its type
-_TENSOR_NAME, _TENSOR_RAW = 8, 9
+_TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_RAW, _FLOAT = 1, 2, 8, 9, 1
 # What a row is quantised with: QuantizeLinear's scale and zero point, and the product's scale.
 _STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
 
@@ -55,10 +55,10 @@ class _Node:
     attributes: dict[str, bytes] = field(default_factory=dict)
 
 
-def with_few_rows(path: Path, has_int8: bool = True) -> NativeModel | None:
-    """Returns the ONNX file at `path` with FewRows in place of each quantised product, and
-    TreeAttention in place of each attention, that they can compute, or None if there is none.
-    Without `has_int8`, row-wise int8 products stay."""
+def with_operators(path: Path, threads: int = 1) -> NativeModel | None:
+    """Returns the ONNX file at `path` with FewRows in place of each product, and TreeAttention in
+    place of each attention, that they can compute, or None if there is none. The session will have
+    `threads`."""
     data, parts, graph = path.read_bytes(), [], None
     for number, begin, end, value in Messages(data).fields(0, len(data)):
         if number == _MODEL_GRAPH:
@@ -66,7 +66,7 @@ def with_few_rows(path: Path, has_int8: bool = True) -> NativeModel | None:
         else:
             is_number = value >= 0
             parts.append(_number(number, value) if is_number else _message(number, data[begin:end]))
-    if graph is None or not graph.replace(has_int8):
+    if graph is None or not graph.replace(threads):
         return None
     opset = _message(_OPSET_DOMAIN, DOMAIN.encode()) + _number(_OPSET_VERSION, 1)
     parts += [_message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())]
@@ -82,6 +82,7 @@ class _Graph:
         self._others: list[bytes] = []
         self._outputs: list[str] = []
         self._constants: dict[str, bytes] = {}  # small ones, which stand in the file itself
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of initializers in float32
         reader = Messages(data)
         for number, begin, end in reader.messages(0, len(data)):
             if number == _GRAPH_NODE:
@@ -93,8 +94,13 @@ class _Graph:
             texts = {n: data[a:b] for n, a, b in reader.messages(begin, end)}
             if number == _GRAPH_OUTPUT:
                 self._outputs.append(texts[_OUTPUT_NAME].decode())
-            elif _TENSOR_RAW in texts:
-                self._constants[texts[_TENSOR_NAME].decode()] = texts[_TENSOR_RAW]
+                continue
+            name = texts[_TENSOR_NAME].decode()
+            if _TENSOR_RAW in texts:
+                self._constants[name] = texts[_TENSOR_RAW]
+            numbers = [(n, value) for n, _, _, value in reader.fields(begin, end)]
+            if (_TENSOR_TYPE, _FLOAT) in numbers:
+                self._shapes[name] = tuple(value for n, value in numbers if n == _TENSOR_DIMS)
 
     def bytes(self) -> bytes:
         """Returns the graph's message."""
@@ -105,15 +111,15 @@ class _Graph:
     def has_exact_rows(self) -> bool:
         return not any(node.operator in _INEXACT for node in self._nodes)
 
-    def replace(self, has_int8: bool) -> bool:
+    def replace(self, threads: int) -> bool:
         """Replaces the nodes of all products and attentions, and returns whether there was one."""
         makers = {name: node for node in self._nodes for name in node.outputs if name}
         uses = Counter(name for node in self._nodes for name in node.inputs)
         uses.update(self._outputs)
         made: dict[str, _Node] = {}  # by the output that is now theirs
         for node in self._nodes:
-            product = self._int8(node, makers, uses) if has_int8 else None
-            product = product or _int4(node, makers, uses) or self._attention(node, makers, uses)
+            product = self._int8(node, makers, uses, threads) or _int4(node, makers, uses)
+            product = product or self._float(node, threads) or self._attention(node, makers, uses)
             if product is not None:
                 made[node.outputs[0]] = product
         taken = {name for node in made.values() for name in node.outputs[1:]}
@@ -124,7 +130,7 @@ class _Graph:
         return bool(made)
 
     def _int8(
-        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]
+        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int], threads: int
     ) -> _Node | None:
         """Returns FewRows if `node` is the last of a row-wise int8 product, see quantize._Int8."""
         product = _maker(node, 0, "Mul", "com.microsoft.MatMulIntegerToFloat", makers)
@@ -144,7 +150,20 @@ class _Graph:
             or size.inputs[0] != ratio.inputs[0]
         ):
             return None
-        return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], 0)
+        return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], bits=0, threads=threads)
+
+    def _float(self, node: _Node, threads: int) -> _Node | None:
+        """Returns FewRows if `node` is a product with an initializer in float32."""
+        is_gemm, (_, weight, *bias) = node.operator == "Gemm", [*node.inputs, "", ""][:3]
+        if node.operator not in ("MatMul", "Gemm") or len(self._shapes.get(weight, ())) != 2:
+            return None
+        turned = int(is_gemm and node.integers.get("transB", 0))
+        columns = self._shapes[weight][not turned]
+        is_plain = not node.integers.get("transA") and node.message.count(_ONE) == 2 * is_gemm
+        if not is_plain or (bias != [""] and self._shapes.get(bias[0]) != (columns,)):
+            return None
+        inputs = [node.inputs[0], weight, "", "", "", *bias]
+        return _few_rows(inputs, node.outputs[0], bits=32, turned=turned, threads=threads)
 
     def _attention(
         self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]
@@ -188,7 +207,7 @@ def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> 
         bits, block = node.integers.get("bits", 4), node.integers.get("block_size", 1)
         if len(node.inputs) > (4 if bits == 4 else 3) or node.integers.get("K", 1) % block:
             return None
-        return _few_rows(node.inputs, node.outputs[0], bits)
+        return _few_rows(node.inputs, node.outputs[0], bits=bits)
     product = _maker(node, 0, "Add", "com.microsoft.MatMulNBits", makers)
     offset = _maker(node, 1, "Add", "MatMul", makers)
     if product is None or offset is None or uses[product.outputs[0]] != 1:
@@ -197,7 +216,7 @@ def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> 
     cut = sums and _maker(sums, 0, None, "Reshape", makers)
     if not cut or cut.inputs[0] != product.inputs[0] or len(product.inputs) != 4:
         return None
-    return _few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], 4)
+    return _few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], bits=4)
 
 
 def _maker(
@@ -226,9 +245,14 @@ def _write(cache: str, makers: Mapping[str, _Node]) -> tuple[str, str, str] | No
     return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, column
 
 
-def _few_rows(inputs: list[str], output: str, bits: int) -> _Node:
-    attribute = _message(_ATTRIBUTE_NAME, b"bits") + _number(_ATTRIBUTE_INT, bits)
-    return _native("FewRows", inputs, [output], [attribute + _number(_ATTRIBUTE_TYPE, _IS_INT)])
+def _few_rows(inputs: list[str], output: str, **attributes: int) -> _Node:
+    messages = [
+        _message(_ATTRIBUTE_NAME, name.encode())
+        + _number(_ATTRIBUTE_INT, value)
+        + _number(_ATTRIBUTE_TYPE, _IS_INT)
+        for name, value in attributes.items()
+    ]
+    return _native("FewRows", inputs, [output], messages)
 
 
 def _native(operator: str, inputs: list[str], outputs: list[str], attributes: list[bytes]) -> _Node:

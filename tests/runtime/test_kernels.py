@@ -24,10 +24,11 @@ from spec_runtime.backends import session
 from spec_runtime.errors import UserError
 from spec_runtime.kernels import compiling
 from spec_runtime.kernels import library as kernels
-from spec_runtime.kernels.rewrite import DOMAIN, NativeModel, with_few_rows
+from spec_runtime.kernels.rewrite import DOMAIN, NativeModel, with_operators
 
 SETS = ("avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
-FORMS = ("minima", "zero points", "8 bits", "whole")
+QUANTISED = ("minima", "zero points", "8 bits", "whole")
+FORMS = (*QUANTISED, "float", "turned")
 # K is no multiple of a vector, N of no tile; one N is large enough for ONNX Runtime's threads.
 SHAPES = ((32, 1, 32), (48, 5, 16), (96, 17, 32), (320, 33, 64), (640, 50, 128), (576, 960, 32))
 NEAR = 1e-6  # of the sum of the magnitudes of a result's terms
@@ -53,11 +54,14 @@ class Product:
         rows_NK = draw.normal(size=(N, K)).astype(np.float32)
         blocks = K // block
         self.form, self.K, self.N, self.block = form, K, N, block
-        self.bits = {"8 bits": 8, "whole": 0}.get(form, 4)
+        self.bits = {"8 bits": 8, "whole": 0, "float": 32, "turned": 32}.get(form, 4)
         self.inputs: dict[str, np.ndarray] = {}
         self.q_NK: np.ndarray
         self.scale: np.ndarray
         self.zero_NB, self.minimum_NB = np.zeros((2, N, blocks))
+        if self.bits == 32:
+            self.inputs = {"weight": rows_NK if form == "turned" else rows_NK.T.copy()}
+            return
         if form == "whole":
             q = draw.integers(-128, 128, (K, N)).astype(np.int8)
             self.q_NK, self.scale = q.T, draw.random(N, np.float32)
@@ -93,12 +97,18 @@ class Product:
             ["y"],
             domain=DOMAIN,
             bits=self.bits,
+            turned=int(self.form == "turned"),
+            threads=threads,
         )
         return open_session([node], present, threads)
 
     def expected(self, x_MK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the exact results f64[M, N], and the magnitudes of their terms."""
         M, K, N = len(x_MK), self.K, self.N
+        if self.bits == 32:
+            w_KN = self.inputs["weight"].T if self.form == "turned" else self.inputs["weight"]
+            x_MK, w_KN = x_MK.astype(np.float64), w_KN.astype(np.float64)
+            return x_MK @ w_KN, np.abs(x_MK) @ np.abs(w_KN)
         if self.form == "whole":
             size = np.abs(x_MK).max(-1, keepdims=True)
             q_MK = np.rint(x_MK / size / np.float32(1 / 127)).astype(np.int64)
@@ -166,7 +176,7 @@ def test_products_are_those_of_exact_integer_arithmetic(
         assert np.abs(y - expected).max(initial=0) <= NEAR * magnitude.max()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", QUANTISED)
 def test_the_largest_values_do_not_saturate(instructions: str, form: str) -> None:
     product = Product(form, 1024, 3, 32)
     most = {"weight": np.full_like(product.inputs["weight"], -128 if form == "whole" else 255)}
@@ -198,7 +208,8 @@ def test_a_bias_is_added_and_leading_sizes_are_kept(instructions: str, form: str
     x = rows(6, 64).reshape(2, 3, 64)
     plain, added = run(product.session(), x), run(product.session(1, {"bias": bias}), x)
     assert added.shape == (2, 3, 24)
-    np.testing.assert_array_equal(added, plain + bias)
+    # The sums of f32[K, N] begin with the bias.
+    np.testing.assert_allclose(added, plain + bias, rtol=0, atol=1e-5 * (form == "float"))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -207,7 +218,8 @@ def test_what_is_not_finite_stays_in_its_row(instructions: str, form: str) -> No
     expected = run(product.session(), x)
     x[1, 40], x[2, 3], x[3] = np.nan, np.inf, 0
     y = run(product.session(), x)
-    assert np.isnan(y[1:3]).all()
+    assert np.isnan(y[1]).all()
+    assert not np.isfinite(y[2]).any()
     np.testing.assert_array_equal(y[3], 0)
     np.testing.assert_array_equal(y[[0, 4]], expected[[0, 4]])
     assert run(product.session(), x[:0]).shape == (0, 20)
@@ -227,12 +239,24 @@ def test_what_does_not_fit_is_an_error(instructions: str) -> None:
         ("minimum", np.zeros((1, 8), np.float32), "elements of an input: 8, expected 16"),
         ("zero", np.zeros((8, 2), np.uint8), "elements of an input: 16, expected 8"),
         ("weight", np.zeros((8, 2, 16), np.int8), "an initializer of type 3, expected 2"),
-        ("scale", None, "no initializer|input"),
+        ("scale", None, "scales: 0, expected 1"),
     ):
         with pytest.raises(Exception, match=said):
             product.session(1, {name: wrong})
     with pytest.raises(Exception, match="values a row 130048"):
         Product("whole", 130048, 1, 32).session()
+    floats = Product("float", 64, 8, 32)
+    for name, wrong_float, said in (
+        ("weight", np.zeros((64, 8, 1), np.float32), "dimensions of weights 3, expected 2"),
+        ("weight", np.zeros((0, 8), np.float32), "values a row 0"),
+        ("scale", np.zeros(8, np.float32), "scales: 1, expected 0"),
+        ("minimum", np.zeros(8, np.float32), "minima with bits 32"),
+        ("bias", np.zeros(7, np.float32), "elements of an input: 7, expected 8"),
+    ):
+        with pytest.raises(Exception, match=said):
+            floats.session(1, {name: wrong_float})
+    with pytest.raises(Exception, match="threads 0, expected 1"):
+        floats.session(0)
 
 
 def test_an_instruction_set_that_is_not_here_is_an_error(
@@ -243,8 +267,8 @@ def test_an_instruction_set_that_is_not_here_is_an_error(
         Product("minima", 64, 8, 32).session()
 
 
-def _quantised(precision: str, with_minima: bool) -> Any:
-    """Returns a graph of two products as quantize.py makes it, y = x · A · B."""
+def _graph(precision: str, with_minima: bool) -> Any:
+    """Returns a graph of two products, y = x · A · B, as quantize.py makes it."""
     import onnx_ir as ir
 
     from spec_export.graphs.quantize import quantize
@@ -255,25 +279,34 @@ def _quantised(precision: str, with_minima: bool) -> Any:
         on_grid = draw.integers(-8, 8, (2, 128, 128)).astype(np.float32)
         arrays = dict(zip("AB", on_grid * np.float32(0.25), strict=True))
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["M", 128]) for n in ("x", "y"))
+    operator, inputs = "MatMul", ["a", "B"]
+    attributes: dict[str, Any] = {}
+    if precision == "fp32":
+        operator, inputs = "Gemm", ["a", "B", "bias"]
+        attributes = {"transB": 1, "alpha": 1.0, "beta": 1.0}
+        arrays["bias"] = rows(1, 128)[0]
     nodes = [
         helper.make_node("MatMul", ["x", "A"], ["a"]),
-        helper.make_node("MatMul", ["a", "B"], ["y"]),
+        helper.make_node(operator, inputs, ["y"], **attributes),
     ]
     weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     graph = helper.make_graph(nodes, "g", [x], [y], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    if precision == "fp32":
+        return model
     return ir.serde.serialize_model(quantize(ir.serde.deserialize_model(model), precision))
 
 
 @pytest.mark.parametrize(
-    ("precision", "with_minima"), [("int8", True), ("int4", True), ("int4", False)]
+    ("precision", "with_minima"),
+    [("fp32", True), ("int8", True), ("int4", True), ("int4", False)],
 )
-def test_a_quantised_graph_computes_the_same_with_the_operator(
+def test_a_graph_computes_the_same_with_the_operator(
     instructions: str, tmp_path: Path, precision: str, with_minima: bool
 ) -> None:
     path, x = tmp_path / "graph.onnx", rows(6, 128)
-    onnx.save(_quantised(precision, with_minima), path)
-    model = with_few_rows(path)
+    onnx.save(_graph(precision, with_minima), path)
+    model = with_operators(path)
     assert model is not None
     data, has_exact_rows = model
     assert has_exact_rows
@@ -285,6 +318,8 @@ def test_a_quantised_graph_computes_the_same_with_the_operator(
     expected, y = run(plain, x), run(native, x)
     if precision == "int8":  # both are exact
         np.testing.assert_array_equal(y, expected)
+    elif precision == "fp32":
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     else:  # ONNX Runtime quantises rows in blocks of the weights' size, and rounds otherwise
         assert np.abs(y - expected).max() < 0.02 * np.abs(expected).max()
 
@@ -294,28 +329,21 @@ def test_a_session_has_the_operator_where_it_is_asked_for(
 ) -> None:
     if kernels.library() is None:
         pytest.skip("no C compiler here")
-    made = Mock(side_effect=with_few_rows)
-    monkeypatch.setattr(session, "with_few_rows", made)
+    made = Mock(side_effect=with_operators)
+    monkeypatch.setattr(session, "with_operators", made)
     monkeypatch.setattr(session, "saturates", lambda: False)
     x = rows(3, 128)
     monkeypatch.setattr(session, "packed_file", Mock(side_effect=AssertionError))
-    for value, precision, is_mapped, asked in (
-        ("0", "int4", False, []),
-        ("", "int4", False, [False]),
-        ("all", "int8", False, [True]),
-        ("1", "int8", False, [False]),  # where ONNX Runtime's own are as quick
-        ("1", "int8", True, [True]),  # but would have to be packed into files
-    ):
-        path = tmp_path / f"{precision}-{value}-{is_mapped}.onnx"
-        onnx.save(_quantised(precision, True), path)
+    for value, precision in (("0", "int4"), ("", "int4"), ("1", "fp32"), ("1", "int8")):
+        path = tmp_path / f"{precision}-{value}.onnx"
+        onnx.save(_graph(precision, True), path)
         monkeypatch.setenv(kernels.WANTED, value)
         made.reset_mock()
-        hashes = {path: "any"} if is_mapped else {}
-        y = run(session._open_shared(path, session.SessionOptions(1, hashes=hashes)), x)
-        assert [call.args[1] for call in made.call_args_list] == asked
+        y = run(session._open_shared(path, session.SessionOptions(1)), x)
+        assert made.call_count == (value != "0")
         assert y.shape == (3, 128)
-    monkeypatch.setattr(session, "with_few_rows", lambda *_: NativeModel(b"no model", True))
-    onnx.save(_quantised("int4", False), tmp_path / "other.onnx")
+    monkeypatch.setattr(session, "with_operators", lambda *_: NativeModel(b"no model", True))
+    onnx.save(_graph("int4", False), tmp_path / "other.onnx")
     with caplog.at_level(logging.WARNING):
         other = session._open_shared(tmp_path / "other.onnx", session.SessionOptions(1))
     assert run(other, x).shape == (3, 128)
@@ -331,7 +359,7 @@ def test_a_graph_without_products_stays_as_it_is(tmp_path: Path) -> None:
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("x", "y"))
     graph = helper.make_graph([helper.make_node("Abs", ["x"], ["y"])], "g", [x], [y])
     onnx.save(helper.make_model(graph), tmp_path / "graph.onnx")
-    assert with_few_rows(tmp_path / "graph.onnx") is None
+    assert with_operators(tmp_path / "graph.onnx") is None
 
 
 @pytest.fixture

@@ -20,6 +20,11 @@ FUNCTION VF load_f(const float *p) { return _mm256_loadu_ps(p); }
 FUNCTION VF mul_f(VF a, VF b) { return _mm256_mul_ps(a, b); }
 FUNCTION VF add_f(VF a, VF b) { return _mm256_add_ps(a, b); }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+FUNCTION float sum_f(VF a) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
 FUNCTION VI first(long n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -107,13 +112,14 @@ FUNCTION VF total(const VF s[8]) {
   return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
 
+#define FLOAT_ROWS 4
 #include "loops.h"
 
 #include "attention.h"
 
 #ifdef AVX_VNNI
-const Instructions avx_vnni = {"avx-vnni", V, layout, quantise, multiply, measure, attend};
+const Instructions avx_vnni = {"avx-vnni", layout, quantise, multiply, measure, attend};
 #else
-const Instructions avx2 = {"avx2", V, layout, quantise, multiply, measure, attend};
+const Instructions avx2 = {"avx2", layout, quantise, multiply, measure, attend};
 #endif
 #endif

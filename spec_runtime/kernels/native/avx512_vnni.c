@@ -13,6 +13,7 @@ FUNCTION VF load_f(const float *p) { return _mm512_loadu_ps(p); }
 FUNCTION VF mul_f(VF a, VF b) { return _mm512_mul_ps(a, b); }
 FUNCTION VF add_f(VF a, VF b) { return _mm512_add_ps(a, b); }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+FUNCTION float sum_f(VF a) { return _mm512_reduce_add_ps(a); }
 FUNCTION __mmask16 first(long n) { return (__mmask16)((1u << n) - 1); }
 FUNCTION VF first_f(const float *p, long n) { return _mm512_maskz_loadu_ps(first(n), p); }
 FUNCTION void store_first(float *p, VF a, long n) { _mm512_mask_storeu_ps(p, first(n), a); }
@@ -92,9 +93,10 @@ FUNCTION VF total(const VF s[16]) {
   return _mm512_shuffle_f32x4(a, c, 0x88) + _mm512_shuffle_f32x4(a, c, 0xDD);
 }
 
+#define FLOAT_ROWS 8
 #include "loops.h"
 
 #include "attention.h"
 
-const Instructions avx512_vnni = {"avx512-vnni", V, layout, quantise, multiply, measure, attend};
+const Instructions avx512_vnni = {"avx512-vnni", layout, quantise, multiply, measure, attend};
 #endif

@@ -1,15 +1,17 @@
 // The operator FewRows: a product of float rows with int4 or int8 weights, for which the rows are
-// quantised inside.
+// quantised inside, or with float weights.
 //
 // Inputs: x f32[..., K]; weight; scale; zero points, minima and bias, each of which may be missing
 // (see few_rows.h for their forms). All but x are initializers, which are read where they lie.
-// Attribute `bits`: 4 or 8, or 0 for weights s8[K, N] with a scale a column. Output: f32[..., N].
+// Attribute `bits`: 4 or 8, 0 for weights s8[K, N] with a scale a column, or 32 for float weights,
+// which have no scale, and are f32[N, K] if `turned` is 1. With 0 and 32, `threads` says how many
+// the session has. Output: f32[..., N].
 #include <stdlib.h>
 #include <string.h>
 
 #include "operator.h"
 
-enum { MOST_TASKS = 64, FEW_PRODUCTS = 100000, FEW_VALUES = 30000 };
+enum { MOST_TASKS = 64, ROWS_TO_READ = 16, FEW_PRODUCTS = 100000, FEW_VALUES = 30000 };
 // An int32 holds sums of so many products of 128 * 127.
 enum { MOST_VALUES = 130000 };
 enum { X, WEIGHT, SCALE, ZERO, MINIMUM, BIAS, NUM_INPUTS };
@@ -30,7 +32,7 @@ static OrtStatus *initializer(OrtApi api, const OrtKernelInfo *info, size_t inde
   *data = 0;
   TRY(ORT(api, KernelInfoGetInputCount)(info, &inputs));
   if (index < inputs) TRY(ORT(api, KernelInfoGetInputName)(info, index, 0, &length));
-  if (length <= 1 && index > SCALE) return 0;  // its name is empty
+  if (length <= 1 && index > WEIGHT) return 0;  // its name is empty
   TRY(ORT(api, KernelInfoGetConstantInput)(info, index, &is_constant, &value));
   if (!is_constant || !value)
     return ORT(api, CreateStatus)(ORT_INVALID_ARGUMENT,
@@ -54,18 +56,23 @@ static OrtStatus *read_product(OrtApi api, const OrtKernelInfo *info, Product *p
   int64_t bits, sizes[MOST_SIZES];
   size_t count = 0;
   TRY(ORT(api, KernelInfoGetAttributeInt)(info, "bits", &bits));
-  if (bits != 0 && bits != 4 && bits != 8) return refuse(api, "bits", bits, 4);
-  p->bits = (int)bits;
-  TRY(initializer(api, info, WEIGHT, bits ? UINT8 : INT8, sizes, &count,
+  if (bits != 0 && bits != 4 && bits != 8 && bits != 32) return refuse(api, "bits", bits, 4);
+  const int is_float = bits == 32, has_blocks = bits && !is_float;
+  int64_t turned = 0;
+  if (is_float) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "turned", &turned));
+  if (!has_blocks) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "threads", &p->threads));
+  if (!has_blocks && p->threads < 1) return refuse(api, "threads", p->threads, 1);
+  p->bits = (int)bits, p->is_turned = turned != 0;
+  TRY(initializer(api, info, WEIGHT, is_float ? FLOAT : bits ? UINT8 : INT8, sizes, &count,
                   (const void **)&p->weight));
-  if (count != (bits ? 3 : 2)) return refuse(api, "dimensions of weights", count, bits ? 3 : 2);
-  if (bits) {
+  if ((int)count != 2 + has_blocks) return refuse(api, "dimensions of weights", count, 2 + has_blocks);
+  if (has_blocks) {
     p->N = sizes[0], p->blocks = sizes[1], p->block = sizes[2] * 8 / bits;
     p->K = p->blocks * p->block;
     if (p->block < 16 || p->block > 256 || p->block & (p->block - 1))
       return refuse(api, "weights a block", p->block, 32);
   } else {
-    p->K = sizes[0], p->N = sizes[1], p->blocks = 1;
+    p->K = sizes[p->is_turned], p->N = sizes[!p->is_turned], p->blocks = 1;
   }
   if (p->K < 1 || p->K > MOST_VALUES) return refuse(api, "values a row", p->K, MOST_VALUES);
   if (p->N < 1) return refuse(api, "columns", p->N, 1);
@@ -74,8 +81,9 @@ static OrtStatus *read_product(OrtApi api, const OrtKernelInfo *info, Product *p
   TRY(elements(api, info, ZERO, UINT8, zeros, (const void **)&p->zero));
   TRY(elements(api, info, MINIMUM, FLOAT, p->N * p->blocks, (const void **)&p->minimum));
   TRY(elements(api, info, BIAS, FLOAT, p->N, (const void **)&p->bias));
+  if (!p->scale == !is_float) return refuse(api, "scales:", !!p->scale, !is_float);
   if (bits != 4 && p->zero) return refuse(api, "zero points with bits", bits, 4);
-  if (!bits && p->minimum) return refuse(api, "minima with bits", bits, 4);
+  if (!has_blocks && p->minimum) return refuse(api, "minima with bits", bits, 4);
   for (int64_t i = 0; p->zero && i < zeros; i++) is_not_zero |= p->zero[i];
   if (!is_not_zero) p->zero = 0;
   return 0;
@@ -104,7 +112,8 @@ typedef struct {
   const float *x;
   float *y;
   uint8_t *records;
-  int64_t rows, columns;  // of a task
+  int64_t rows;
+  int64_t parts, row_parts;  // tasks: each a part of the columns, and of the rows
   int is_short_of_memory;
 } Call;
 
@@ -118,11 +127,30 @@ static void quantise_row(void *data, size_t row) {
 static void multiply_columns(void *data, size_t task) {
   Call *call = data;
   const Kernel *k = call->kernel;
-  int64_t first = task * call->columns, end = first + call->columns;
-  if (end > k->product.N) end = k->product.N;
-  if (!k->instructions->multiply(&k->product, &k->record, call->records, call->rows, call->y,
-                                 first, end))
+  const int64_t N = k->product.N, step = k->record.columns, tiles = (N + step - 1) / step;
+  const int64_t part = task % call->parts, row_part = task / call->parts;
+  const int64_t row = call->rows * row_part / call->row_parts;
+  const int64_t rows = call->rows * (row_part + 1) / call->row_parts - row;
+  int64_t first = tiles * part / call->parts * step, end = tiles * (part + 1) / call->parts * step;
+  if (end > N) end = N;
+  if (!k->instructions->multiply(&k->product, &k->record, call->records + row * k->record.size,
+                                 rows, call->y + row * N, first, end))
     __atomic_store_n(&call->is_short_of_memory, 1, __ATOMIC_RELAXED);
+}
+
+// Divides a product among the threads, so that the longest task is short. Reading weights takes as
+// long as multiplying them by ROWS_TO_READ rows.
+static void divide(const Kernel *k, Call *call) {
+  const int64_t threads = k->product.threads, step = k->record.columns;
+  const int64_t tiles = (k->product.N + step - 1) / step;
+  int64_t least = INT64_MAX;
+  call->parts = tiles < MOST_TASKS ? tiles : MOST_TASKS, call->row_parts = 1;
+  for (int64_t parts = 1; parts <= threads; parts++) {  // none with bits 4 and 8
+    const int64_t row_parts = threads / parts;
+    const int64_t tall = (call->rows + row_parts - 1) / row_parts, wide = (tiles + parts - 1) / parts;
+    if (wide * (tall + ROWS_TO_READ) > least || parts > tiles || row_parts > call->rows) continue;
+    least = wide * (tall + ROWS_TO_READ), call->parts = parts, call->row_parts = row_parts;
+  }
 }
 
 static OrtStatus *compute(void *data, OrtKernelContext *context) {
@@ -145,15 +173,20 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   if (rows == 0) return 0;
   TRY(ORT(api, GetTensorMutableData)((OrtValue *)x, (void **)&call.x));
   TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
-  void *memory = malloc(rows * k->record.size + 64);
-  if (!memory) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
-  call.records = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64);
   call.rows = rows;
-  int64_t step = k->instructions->columns, tasks = (p->N + step - 1) / step;
-  call.columns = (tasks + MOST_TASKS - 1) / MOST_TASKS * step;
-  tasks = (p->N + call.columns - 1) / call.columns;
-  OrtStatus *status = run(api, context, quantise_row, rows, rows * p->K < FEW_VALUES, &call);
-  int is_small = rows * p->K * p->N < FEW_PRODUCTS;
+  divide(k, &call);
+  const int is_small = rows * p->K * p->N < FEW_PRODUCTS;
+  const int64_t tasks = call.parts * call.row_parts;
+  OrtStatus *status = 0;
+  void *memory = 0;
+  if (p->bits == 32) {
+    call.records = (uint8_t *)call.x;
+  } else {
+    memory = malloc(rows * k->record.size + 64);
+    if (!memory) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
+    call.records = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64);
+    status = run(api, context, quantise_row, rows, rows * p->K < FEW_VALUES, &call);
+  }
   if (!status) status = run(api, context, multiply_columns, tasks, is_small, &call);
   free(memory);
   if (!status && call.is_short_of_memory)
@@ -170,7 +203,7 @@ static size_t num_inputs(const OrtCustomOp *op) { return (void)op, NUM_INPUTS; }
 static int output_type(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, FLOAT; }
 static size_t num_outputs(const OrtCustomOp *op) { return (void)op, 1; }
 static int input_kind(const OrtCustomOp *op, size_t i) {
-  return (void)op, i > SCALE ? IS_OPTIONAL : IS_REQUIRED;
+  return (void)op, i > WEIGHT ? IS_OPTIONAL : IS_REQUIRED;
 }
 
 const OrtCustomOp FEW_ROWS = {

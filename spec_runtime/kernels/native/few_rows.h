@@ -7,7 +7,10 @@ enum { ACTIVATIONS = 32 };  // the most values of a row that share a scale
 
 // A product's weights, as they lie in the bundle.
 typedef struct {
-  int bits;               // 4 or 8: blocks of a column's weights; 0: s8[K, N], a scale a column
+  int bits;               // 4 or 8: blocks of a column's weights; 0: s8[K, N], a scale a column;
+                          // 32: f32[K, N], or f32[N, K] if they are turned
+  int is_turned;
+  int64_t threads;        // of the session, with bits 0 and 32
   int64_t K, N;           // a row has K values, and N results
   int64_t block, blocks;  // weights that share a scale; blocks of a column
   const uint8_t *weight;  // bits 4: u8[N, blocks, block / 2], the first value is the low half;
@@ -20,9 +23,10 @@ typedef struct {
 
 // Rows quantised to s8. A record holds one: its K values, in the order in which weights meet them,
 // and for each step of values the scale, -128 * their sum, and their sum times the scale. With
-// bits 0 the whole row is a step. Places are in bytes.
+// bits 0 the whole row is a step; with bits 32 a record is the row itself. Places are in bytes.
 typedef struct {
   int64_t scale_at, start_at, sum_at, size;
+  int64_t columns;  // calls of `multiply` begin best at multiples of it
 } Record;
 
 // Attention of N rows over slots of a cache. `seen` lists the slots that some row attends, and is
@@ -42,7 +46,6 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  int64_t columns;  // calls of `multiply` begin best at multiples of it
   Record (*layout)(const Product *);
   void (*quantise)(const Product *, const Record *, const float *x, uint8_t *record);
   // Computes columns [first, end) of y f32[rows, N]; returns 0 if there is no memory.

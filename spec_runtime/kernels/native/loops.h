@@ -5,6 +5,7 @@
 //   VB, VI, VF        vectors of bytes, int32, float
 //   IS_UNSIGNED       whether dot8 takes weights as unsigned, so that sums begin at -128 * sum(x)
 //   TARGET            the attribute of all functions
+//   FLOAT_ROWS        how many rows' sums of PANEL float columns the registers hold
 //   and the functions on these vectors that are used below.
 // A row's float operations come in one order, whatever rows and columns are computed beside it:
 // its results are the same bit for bit.
@@ -14,17 +15,17 @@
 #include "few_rows.h"
 
 #define INLINE TARGET static inline __attribute__((always_inline))
-#define MAGIC 12582912.0f  // 1.5 * 2^23: added to a float, its lowest bits are the nearest integer
-enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000 };
-
 INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+#define MAGIC 12582912.0f  // 1.5 * 2^23: added to a float, its lowest bits are the nearest integer
+enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000, PANEL = 3 * LANES };
 
 // Returns how many values of a row share a scale: never those of two blocks of weights.
 INLINE int64_t step_of(const Product *p) { return p->block < ACTIVATIONS ? p->block : ACTIVATIONS; }
 
 TARGET static Record layout(const Product *p) {
+  if (p->bits == 32) return (Record){.size = 4 * p->K, .columns = PANEL};
   int64_t steps = p->bits == 0 ? 1 : p->K / step_of(p);
-  Record l = {.scale_at = up_to(p->K + 3, ALIGNED)};
+  Record l = {.scale_at = up_to(p->K + 3, ALIGNED), .columns = V};
   l.start_at = l.scale_at + up_to(4 * steps, ALIGNED);
   l.sum_at = l.start_at + up_to(4 * steps, ALIGNED);
   l.size = l.sum_at + up_to(4 * steps, ALIGNED);
@@ -168,7 +169,7 @@ INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records
       sum[r] = bits == 8 && IS_UNSIGNED
                    ? set_i(((const int32_t *)(records + r * size + l->start_at))[s]) : set_i(0);
     for (int64_t at = 0; next && at < fours * V; at += ALIGNED, next += ALIGNED)
-      __builtin_prefetch(next);
+      __builtin_prefetch(next, 0, 2);
     for (int64_t i = 0; i < fours; i++, weights += V, x += 32 / bits) {
       VB w = all_b(weights);
       if (bits == 4) {
@@ -228,7 +229,7 @@ INLINE void add_slab(const Record *l, const uint8_t *records, const uint8_t *wei
     for (int j = 0; j < 4; j++) acc[r][j] = load_i(sums[r] + j * LANES);
   for (int64_t i = 0; i < count; i += 4, weight += 4 * V) {
     VB w[4];
-    for (int j = 0; j < 4; j++, next += stride) __builtin_prefetch(next);
+    for (int j = 0; j < 4; j++, next += stride) __builtin_prefetch(next, 0, 2);
     for (int j = 0; j < 4; j++) w[j] = all_b(weight + j * V);
     for (int r = 0; r < R; r++) {
       VB x = four_b(records + r * l->size + k + i);
@@ -239,45 +240,59 @@ INLINE void add_slab(const Record *l, const uint8_t *records, const uint8_t *wei
     for (int j = 0; j < 4; j++) store_i(sums[r] + j * LANES, acc[r][j]);
 }
 
-// Computes V columns, or as many as there are, of up to MANY rows with a scale a column.
-INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
-                          float *y, int64_t n, int64_t width) {
-  _Alignas(ALIGNED) uint8_t slab[SLAB * V];
-  _Alignas(ALIGNED) int32_t sums[MANY][V];
-  for (int64_t r = 0; r < rows; r++) {
-    int32_t start = 0;
-    if (IS_UNSIGNED) memcpy(&start, records + r * l->size + l->start_at, 4);
-    for (int j = 0; j < V; j++) sums[r][j] = start;
-  }
-  for (int64_t k = 0; k < p->K; k += SLAB) {
-    int64_t count = p->K - k < SLAB ? p->K - k : SLAB;
-    gather(p, n, width, k, count, slab);
-    const uint8_t *next = p->weight + (k + SLAB < p->K ? (k + SLAB) * p->N + n : n + V);
-    int64_t stride = p->N;
-    for (int64_t r = 0; r < rows; next = slab, stride = 0) {
-      const uint8_t *record = records + r * l->size;
-      int64_t left = rows - r;
-      if (left >= 4) add_slab(l, record, slab, k, count, sums + r, next, stride, 4), r += 4;
-      else if (left >= 2) add_slab(l, record, slab, k, count, sums + r, next, stride, 2), r += 2;
-      else add_slab(l, record, slab, k, count, sums + r, next, stride, 1), r += 1;
-    }
-  }
-  for (int64_t r = 0; r < rows; r++) {
-    float size;
-    memcpy(&size, records + r * l->size + l->scale_at, 4);
-    VI natural[4];
-    for (int j = 0; j < 4; j++) natural[j] = load_i(sums[r] + j * LANES);
-    untangle(natural);
-    for (int j = 0; j < 4 && j * LANES < width; j++) {
-      int64_t at = n + j * LANES, left = width - j * LANES;
-      if (left > LANES) left = LANES;
-      VF out = mul_f(to_float(natural[j]), first_f(p->scale + at, left));
-      out = mul_f(out, set_f(size));
-      if (p->bias) out = add_f(out, first_f(p->bias + at, left));
-      store_first(y + r * p->N + at, out, left);
-    }
+// Writes V columns of a row, or as many as there are, with a scale a column.
+INLINE void scale_columns(const Product *p, float size, const int32_t *sums, float *y, int64_t n,
+                          int64_t width) {
+  VI natural[4];
+  for (int j = 0; j < 4; j++) natural[j] = load_i(sums + j * LANES);
+  untangle(natural);
+  for (int j = 0; j < 4 && j * LANES < width; j++) {
+    int64_t at = n + j * LANES, left = width - j * LANES;
+    if (left > LANES) left = LANES;
+    VF out = mul_f(to_float(natural[j]), first_f(p->scale + at, left));
+    out = mul_f(out, set_f(size));
+    if (p->bias) out = add_f(out, first_f(p->bias + at, left));
+    store_first(y + at, out, left);
   }
 }
+
+// Computes columns [first, end) of some rows; up to MANY times V columns of a row. Several times V
+// columns are read few values deep, which are longer runs of memory.
+INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
+                          float *y, int64_t first, int64_t end) {
+  _Alignas(ALIGNED) uint8_t slab[SLAB * V];
+  _Alignas(ALIGNED) int32_t sums[MANY][V];
+  const int64_t panels = (end - first + V - 1) / V, depth = panels == 1 ? SLAB : rows < 4 ? SLAB / 16 : SLAB / 4;
+  for (int64_t i = 0; i < rows * panels; i++) {
+    int32_t start = 0;
+    if (IS_UNSIGNED) memcpy(&start, records + i % rows * l->size + l->start_at, 4);
+    for (int j = 0; j < V; j++) sums[i][j] = start;
+  }
+  for (int64_t k = 0; k < p->K; k += depth)
+    for (int64_t i = 0; i < panels; i++) {
+      const int64_t n = first + i * V, width = end - n < V ? end - n : V;
+      const int64_t count = p->K - k < depth ? p->K - k : depth;
+      const uint8_t *next = p->weight + (panels > 1 || k + depth < p->K ? (k + depth) * p->N + n : n + V);
+      int64_t stride = p->N;
+      gather(p, n, width, k, count, slab);
+      for (int64_t r = 0; r < rows; next = slab, stride = 0) {
+        const uint8_t *record = records + r * l->size;
+        int64_t left = rows - r;
+        int32_t (*to)[V] = sums + i * rows + r;
+        if (left >= 4) add_slab(l, record, slab, k, count, to, next, stride, 4), r += 4;
+        else if (left >= 2) add_slab(l, record, slab, k, count, to, next, stride, 2), r += 2;
+        else add_slab(l, record, slab, k, count, to, next, stride, 1), r += 1;
+      }
+    }
+  for (int64_t i = 0; i < rows * panels; i++) {
+    const int64_t r = i % rows, n = first + i / rows * V;
+    float size;
+    memcpy(&size, records + r * l->size + l->scale_at, 4);
+    scale_columns(p, size, sums[i], y + r * p->N, n, end - n);
+  }
+}
+
+#include "float_loops.h"
 
 #define ROWS(bits, R)                                                               \
   case R:                                                                           \
@@ -289,11 +304,13 @@ INLINE void whole_columns(const Product *p, const Record *l, const uint8_t *reco
 
 TARGET static int multiply(const Product *p, const Record *l, const uint8_t *records, int64_t rows,
                            float *y, int64_t first, int64_t end) {
+  if (p->bits == 32) return multiply_floats(p, (const float *)records, rows, y, first, end);
   if (p->bits == 0) {
-    for (int64_t n = first; n < end; n += V)
+    const int64_t wide = rows < MANY ? MANY / rows * V : V;
+    for (int64_t n = first; n < end; n += wide)
       for (int64_t r = 0; r < rows; r += MANY)
         whole_columns(p, l, records + r * l->size, rows - r < MANY ? rows - r : MANY,
-                      y + r * p->N, n, end - n < V ? end - n : V);
+                      y + r * p->N, n, end - n < wide ? end : n + wide);
     return 1;
   }
   const int64_t length = p->K * p->bits / 8;

@@ -27,7 +27,12 @@ FUNCTION VF load_f(const float *p) { return first_f(p, 4); }
 FUNCTION void store_first(float *p, VF a, long n) { memcpy(p, &a, 4 * n); }
 FUNCTION VF mul_f(VF a, VF b) { return a * b; }
 FUNCTION VF add_f(VF a, VF b) { return a + b; }
+#ifdef NEON
+FUNCTION VF fma_f(VF a, VF b, VF c) { return (VF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
 FUNCTION VF fma_f(VF a, VF b, VF c) { return a * b + c; }
+#endif
+FUNCTION float sum_f(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 FUNCTION VI set_i(int value) { return (VI){value, value, value, value}; }
 FUNCTION VI load_i(const int *p) {
   VI a;
@@ -84,13 +89,18 @@ FUNCTION VF total(const VF s[4]) {
   return __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
 }
 
+#ifdef NEON
+#define FLOAT_ROWS 8
+#else
+#define FLOAT_ROWS 4
+#endif
 #include "loops.h"
 
 #include "attention.h"
 
 #ifdef NEON
-const Instructions neon = {"neon", V, layout, quantise, multiply, measure, attend};
+const Instructions neon = {"neon", layout, quantise, multiply, measure, attend};
 #else
-const Instructions portable = {"portable", V, layout, quantise, multiply, measure, attend};
+const Instructions portable = {"portable", layout, quantise, multiply, measure, attend};
 #endif
 #endif
