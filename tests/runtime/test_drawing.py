@@ -335,19 +335,18 @@ drafters:
 """
 
 
-def test_nested_values_are_indented_under_their_keys() -> None:
-    console = Console(width=80, highlight=False, force_terminal=False)
-    with console.capture() as captured:
-        console.print(readable(PROVENANCE))
-    assert [line.rstrip() for line in captured.get().splitlines()] == LINES.splitlines()
+LONG = {"data": {"prompts": "greedy, by the target itself"}}  # goes on at its own indent
 
 
-def test_a_line_too_long_goes_on_at_its_own_indent() -> None:
-    console = Console(width=20, highlight=False, force_terminal=False)
+@pytest.mark.parametrize(
+    ("width", "values", "lines"),
+    [(80, PROVENANCE, LINES), (20, LONG, "data:\n  prompts: greedy,\n  by the target\n  itself")],
+)
+def test_nested_values_are_indented_under_their_keys(width: int, values: Any, lines: str) -> None:
+    console = Console(width=width, highlight=False, force_terminal=False)
     with console.capture() as captured:
-        console.print(readable({"data": {"prompts": "greedy, by the target itself"}}))
-    lines = [line.rstrip() for line in captured.get().splitlines()]
-    assert lines == ["data:", "  prompts: greedy,", "  by the target", "  itself"]
+        console.print(readable(values))
+    assert [line.rstrip() for line in captured.get().splitlines()] == lines.splitlines()
 
 
 def test_show_prints_no_python_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
