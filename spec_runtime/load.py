@@ -49,8 +49,7 @@ class LoadOptions(Runtime):
     backend: "onnxruntime" is the CPU, "cuda" ONNX Runtime's CUDA provider, and "tensorrt" runs the
     plans of a bundle that has some. Profiles hold for the CPU only.
 
-    map_weights: weights are packed for this CPU; the engines of one process share them without it.
-    CPU only. kept_mb: what was used least recently goes first. A conversation that goes on, or
+    kept_mb: what was used least recently goes first. A conversation that goes on, or
     shares a beginning, then needs not be read again. Backend "onnxruntime" only; None keeps what
     8192 tokens take, at most 1024, where rows can be kept.
     """
@@ -101,7 +100,6 @@ class LoadArguments(TypedDict, total=False):
     # made by tools/docs/typed_arguments.py
     backend: str
     cuda_graphs: bool
-    map_weights: bool
     lookup: bool | None
     profile: bool
     strict: bool

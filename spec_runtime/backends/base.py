@@ -152,9 +152,8 @@ class Runtime(Checked):
     """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
 
     `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
-    out on a GPU; on the CPU there are none. `map_weights` takes weights on the CPU from files that
-    processes share, see backends/cpu/packed_files.py. Raises UserError for an unknown backend and
-    for a number of threads that this machine cannot serve.
+    out on a GPU; on the CPU there are none. Raises UserError for an unknown backend and for a
+    number of threads that this machine cannot serve.
     """
 
     backend: Annotated[
@@ -166,10 +165,6 @@ class Runtime(Checked):
     cuda_graphs: Annotated[
         bool, Option("On a GPU: capture repeated runs as CUDA graphs; ignored on the CPU")
     ] = True
-    map_weights: Annotated[
-        bool,
-        Option("Processes share weights; fp32 takes twice the bundle's room in the cache folder"),
-    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.backends.base import Backend
-from spec_runtime.backends.cpu.packed_files import GRAPH, WEIGHTS, packed_file
 from spec_runtime.backends.cuda.captures import no_capture
 from spec_runtime.backends.cuda.copies import Copies
 from spec_runtime.backends.cuda.libraries import require_gpu
@@ -25,12 +24,11 @@ from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle.manifest import BANK, BundleError, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
-from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
-from spec_runtime.kernels.library import ALL, instructions, library, wanted
+from spec_runtime.kernels.library import instructions, library
 from spec_runtime.kernels.rewrite import with_operators
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
@@ -59,8 +57,6 @@ CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 SHARED_ZERO_POINT = " on this CPU without VNNI, build the bundle again"
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
-MAPPED_BYTES = 1 << 16  # smaller tensors stay in the packed graph that each process copies
-ALIGNED_BYTES, ALIGNMENT = 1 << 20, 64
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
 
@@ -77,8 +73,7 @@ class SessionOptions:
     `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
     others runs without. `settings` are added to those that every session
     on the device has. `weights` are used in place of those in the graph's files, by
-    name (see weights.DeviceWeights). With `hashes`, the SHA-256 of the graph's files by path,
-    weights on the CPU are taken from a file of packed ones, see backends/cpu/packed_files.py.
+    name (see weights.DeviceWeights).
     """
 
     threads: int
@@ -86,7 +81,6 @@ class SessionOptions:
     has_cuda_graphs: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
-    hashes: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def provider(self) -> str:
@@ -172,7 +166,7 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
     if options.device != "cpu" or options.weights or options.settings:
         return _open(path, options)
 
-    kernels, native = wanted(), instructions()
+    native = instructions()
 
     def open_new() -> Any:
         if native is not None:
@@ -184,59 +178,17 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
                     return session
             except Exception as error:  # ONNX Runtime's own kinds
                 log.warning("%s runs without native operators: %s", path.name, brief(error))
-        if not options.hashes:
-            return _open(path, options)
-        packed = packed_file(
-            path, options.hashes, ort.__version__, lambda folder: _write_packed(path, folder)
-        )
-        if packed is None:
-            return _open(path, options)
-        try:
-            return _open(packed, options, is_optimized=True)
-        except Exception as error:  # ONNX Runtime's own kinds
-            log.warning("%s is ignored: %s; remove its folder", packed, brief(error))
-            return _open(path, options)
+        return _open(path, options)
 
-    settings = (options.threads, bool(options.hashes), kernels, native)
-    return shared_session(path, settings, open_new)
+    return shared_session(path, (options.threads, native), open_new)
 
 
-def _write_packed(path: Path, folder: Path) -> None:
-    """Writes the graph at `path` and its weights, optimised and packed for this CPU.
-
-    ONNX Runtime aligns tensors from ALIGNED_BYTES on, and packed ones that are not aligned crash
-    it. Smaller ones are written too, unless one of them comes to lie badly.
-    """
-    for least in (MAPPED_BYTES, ALIGNED_BYTES):
-        chosen = ort.SessionOptions()
-        chosen.intra_op_num_threads = chosen.inter_op_num_threads = 1
-        chosen.log_severity_level = 4  # it warns that the files are only for this CPU
-        chosen.add_session_config_entry("session.load_model_format", "ONNX")
-        chosen.add_session_config_entry("session.save_model_format", "ONNX")
-        _keep_products_exact(chosen)
-        chosen.optimized_model_filepath = str(folder / GRAPH)
-        external = "session.optimized_model_external_initializers"
-        chosen.add_session_config_entry(f"{external}_file_name", WEIGHTS)
-        chosen.add_session_config_entry(f"{external}_min_size_in_bytes", str(least))
-        chosen.add_session_config_entry(
-            "session.save_external_prepacked_constant_initializers", "1"
-        )
-        with no_capture():
-            ort.InferenceSession(str(path), chosen, [PROVIDERS["cpu"]], enable_fallback=0)
-        if all(offset % ALIGNMENT == 0 for offset in read_outline(folder / GRAPH).packed_offsets):
-            return
-
-
-def _open(
-    path: Path, options: SessionOptions, is_optimized: bool = False, model: bytes | None = None
-) -> Any:
+def _open(path: Path, options: SessionOptions, model: bytes | None = None) -> Any:
     """Opens the ONNX file at `path`, or `model` made of it, which has native operators."""
     chosen = ort.SessionOptions()
     if model is not None:
         chosen.register_custom_ops_library(str(library()))
         chosen.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
-    if is_optimized:
-        chosen.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     chosen.intra_op_num_threads = options.threads
     chosen.inter_op_num_threads = 1
     chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL

@@ -21,7 +21,6 @@ _ATTRIBUTE_SPARSE, _ATTRIBUTE_SPARSES = 22, 23
 _SPARSE_VALUES, _SPARSE_INDICES = 1, 2
 _TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_EXTERNAL = 1, 2, 8, 13
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
-_PACKED = "prepacked_"  # keys of ONNX Runtime's own
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
@@ -49,15 +48,13 @@ class OnnxOutline:
     `operators` holds names with their domain before them unless it is ONNX's own: "Add",
     "com.microsoft.MatMulNBits". `weight_files` holds the paths, relative to the file's folder, of
     the tensors outside of it, and `weights` those of them that are the graph's own and say where
-    they begin and end. `packed_offsets` says where in such files those layouts begin that ONNX
-    Runtime keeps of weights beside them. `has_functions` says that it defines operators of its own,
+    they begin and end. `has_functions` says that it defines operators of its own,
     and `nested` holds the operators that run graphs inside themselves, such as "Loop".
     """
 
     operators: set[str] = field(default_factory=set)
     weight_files: set[str] = field(default_factory=set)
     weights: list[ExternalWeight] = field(default_factory=list)
-    packed_offsets: list[int] = field(default_factory=list)
     nested: set[str] = field(default_factory=set)
     has_functions: bool = False
 
@@ -206,11 +203,6 @@ class _Walker(Messages):
         """Notes a weight of the graph, and where it lies if that is another file."""
         place = self._tensor(begin, end)
         offset, length = place.get("offset", "0"), place.get("length", "")
-        for key, entry in place.items():
-            if key.startswith(_PACKED):
-                # its name and then, for each of its buffers, "|offset;length;checksum"
-                begins = [part.partition(";")[0] for part in entry.split("|")[1:]]
-                self._found.packed_offsets += [int(each) for each in begins if each.isdecimal()]
         if "location" not in place or not (offset.isdecimal() and length.isdecimal()):
             return
         name, element_type, dims = "", 0, []

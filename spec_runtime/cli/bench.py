@@ -72,7 +72,7 @@ Parallel = Annotated[
 
 
 @with_flags(
-    loading=options.loading("drafter", "strict", "kept_mb", "map_weights"),
+    loading=options.loading("drafter", "strict", "kept_mb"),
     settings=options.sampling("logprobs", max_new_tokens=128),
 )
 def command(

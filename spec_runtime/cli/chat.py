@@ -36,7 +36,7 @@ History = Annotated[
 
 
 @with_flags(
-    loading=options.loading("strict", "kept_mb", "map_weights"),
+    loading=options.loading("strict", "kept_mb"),
     settings=options.sampling("logprobs", max_new_tokens=512),
 )
 def command(

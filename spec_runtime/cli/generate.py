@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from spec_runtime.sampling import SamplingOptions
 
 
-@with_flags(
-    loading=options.loading("strict", "kept_mb", "map_weights"), settings=options.sampling()
-)
+@with_flags(loading=options.loading("strict", "kept_mb"), settings=options.sampling())
 def command(
     settings: "SamplingOptions",
     loading: dict[str, Any],

@@ -10,8 +10,6 @@ import typer
 from spec_runtime.cli import options
 from spec_runtime.cli.flags import Flags, with_flags
 from spec_runtime.errors import UnknownDrafterError, UserError
-from spec_runtime.load import LoadOptions
-from spec_runtime.options import declared
 from spec_runtime.serve.settings import LOOPBACK, ServerLimits, Settings, key_from, plain_host
 
 if TYPE_CHECKING:
@@ -98,19 +96,9 @@ DefaultTemplateKwargs = Annotated[
         show_default="none",
     ),
 ]
-MapWeights = Annotated[
-    bool | None,
-    typer.Option(
-        "--map-weights/--no-map-weights",
-        help=declared(LoadOptions)["map_weights"].option.help,
-        show_default="with several workers on the CPU",
-    ),
-]
 
 
-@with_flags(
-    limits=Flags(ServerLimits), loading=options.loading("strict", "map_weights", kept_mb=None)
-)
+@with_flags(limits=Flags(ServerLimits), loading=options.loading("strict", kept_mb=None))
 def command(
     limits: dict[str, Any],
     loading: dict[str, Any],
@@ -126,7 +114,6 @@ def command(
     allow_host: AllowHost = None,
     cors_origin: CorsOrigin = None,
     default_template_kwargs: DefaultTemplateKwargs = None,
-    map_weights: MapWeights = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, and a page to look at."""
     from spec_runtime.files.machine import default_threads
@@ -136,9 +123,6 @@ def command(
     hosts = (*(LOOPBACK if is_loopback else ()), *(allow_host or ()))
     if loading["threads"] is None and workers > 1:
         loading["threads"] = max(1, default_threads() // workers)
-    if map_weights is None:
-        map_weights = workers > 1 and loading["backend"] == "onnxruntime"
-    loading["map_weights"] = map_weights
     given: list[tuple[str | None, Path]] = [] if folder is None else [(None, folder)]
     given += [_named_folder(each) for each in bundle or ()]
     found = _served(given, name, loading)

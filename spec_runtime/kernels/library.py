@@ -21,23 +21,22 @@ from spec_runtime.files.mapping import brief
 from spec_runtime.kernels.compiling import OFF, SOURCES, WANTED, build, compiler, file_name
 
 INSTRUCTIONS = "SPECSPLIT_INSTRUCTIONS"  # the environment's choice in place of the best set
-# Values of WANTED beside OFF: products that gain by it have operators, or also those that do not.
-ON, ALL = "1", "all"
+ON = "1"  # of WANTED, beside OFF
 
 log = logging.getLogger("spec_runtime")
 
 
-def wanted() -> str:
-    """Returns which products shall run by the library: OFF, ON or ALL."""
+def is_wanted() -> bool:
+    """Returns whether the library shall be used. Raises UserError if WANTED says neither."""
     value = os.environ.get(WANTED) or ON
-    if value not in (OFF, ON, ALL):
-        raise UserError(f"got {WANTED}={value!r:.40}, expected {OFF}, {ON} or {ALL}")
-    return value
+    if value not in (OFF, ON):
+        raise UserError(f"got {WANTED}={value!r:.40}, expected {OFF} or {ON}")
+    return value == ON
 
 
 def instructions() -> str | None:
     """Returns the name of the instruction set that native operators use here, None without them."""
-    path = None if wanted() == OFF else library()
+    path = library() if is_wanted() else None
     if path is None:
         return None
     here = instruction_sets(path)

@@ -157,7 +157,7 @@ def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
     precision = opened.manifest.target.precision
     found = versions(("specsplit", "onnxruntime", "onnxruntime-gpu"))
     if (native := instructions()) is not None:  # passes cost something else with its operators
-        found["native operators"] = f"{native} {wanted()}"
+        found["native operators"] = native
     names = ", ".join(f"{name} {number}" for name, number in found.items())
     return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter, names)
 

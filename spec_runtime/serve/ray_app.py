@@ -54,7 +54,6 @@ def declared_fields(declaration: type) -> dict[str, Any]:
 
 
 LOADED = declared_fields(LoadOptions)
-LOADED["map_weights"] = (bool | None, None)  # None: where replicas may be neighbours
 LIMITS = declared_fields(ServerLimits)
 Declared: Any = create_model(
     "Declared", __config__=ConfigDict(extra="forbid"), __module__=__name__, **LOADED, **LIMITS
@@ -108,14 +107,8 @@ class Arguments(Declared):  # type: ignore[misc]
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """Returns the arguments of `spec_runtime.load`. Replicas that may be neighbours on a node
-        share weights, as the workers of one server do."""
-        options = {name: getattr(self, name) for name in LOADED}
-        options["threads"] = self.num_cpus
-        if options["map_weights"] is None:
-            has_neighbours = self.autoscaling_config is not None or self.num_replicas > 1
-            options["map_weights"] = has_neighbours and options["backend"] == "onnxruntime"
-        return options
+        """Returns the arguments of `spec_runtime.load`."""
+        return {name: getattr(self, name) for name in LOADED} | {"threads": self.num_cpus}
 
     @property
     def limits(self) -> dict[str, Any]:

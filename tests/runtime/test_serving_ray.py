@@ -287,8 +287,7 @@ def test_arguments_come_as_text_from_the_command_line() -> None:
     )
     assert arguments.scale == {"num_replicas": 2}
     options = arguments.load_options
-    assert (options["lookup"], options["threads"], options["map_weights"]) == (False, 1, True)
-    assert not ray_app.Arguments(bundle="b").load_options["map_weights"], "it has no neighbour"
+    assert (options["lookup"], options["threads"]) == (False, 1)
     with pytest.raises(ValueError, match="num_replicas and autoscaling_config exclude each other"):
         ray_app.Arguments(bundle="b", num_replicas=2, autoscaling_config={"max_replicas": 3})
     for wrong in ({"num_replica": 2}, {"num_cpus": 0}, {"timeout": 0}, {"grace": "long"}):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.base import Backend, RowBackend, Runtime
-from spec_runtime.backends.cpu.packed_files import hashes_of
 from spec_runtime.backends.cuda.copies import Copies
 from spec_runtime.backends.session import (
     Lender,
@@ -37,10 +36,7 @@ MAX_BINDINGS = 8  # kept at a time; only graphs of lanes have so many, one for e
 
 
 class CpuBackend(OrtBackend, RowBackend):
-    """One session on the CPU with its KV buffers and banks, see OrtBackend.
-
-    With `hashes`, see packed_files.hashes_of, weights are mapped from a file of packed ones.
-    """
+    """One session on the CPU with its KV buffers and banks, see OrtBackend."""
 
     def __init__(
         self,
@@ -50,13 +46,12 @@ class CpuBackend(OrtBackend, RowBackend):
         threads: int | None = None,
         share: Lender | None = None,
         banks: Lender | None = None,
-        hashes: Mapping[Path, str] | None = None,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self.graph = graph
         self._naming = NamingGraph(graph.file)
         self.copies = Copies()
-        options = SessionOptions(threads or default_threads(), hashes=hashes or {})
+        options = SessionOptions(threads or default_threads())
         self.session = open_session(path, graph, options)
         self.has_exact_rows = getattr(self.session, "has_exact_rows", False)
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
@@ -157,17 +152,13 @@ def open_graph(
         runtime.num_threads,
         share=None if share is None else as_lender(share),
         banks=None if banks is None else as_lender(banks),
-        hashes=hashes_of(bundle, graph) if runtime.map_weights else None,
     )
 
 
 def open_lanes(
     bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, lanes: Lender
 ) -> CpuBackend:
-    """Opens a graph for several lanes, on the buffers of these.
-
-    Its weights are mapped from a file: packed for each number of lanes, they would be held again.
-    """
+    """Opens a graph for several lanes, on the buffers of these."""
     require_known_graph(bundle, graph)
-    path, hashes = bundle.path / graph.file, hashes_of(bundle, graph)
-    return CpuBackend(path, graph, capacity, runtime.num_threads, lanes, lanes, hashes)
+    path = bundle.path / graph.file
+    return CpuBackend(path, graph, capacity, runtime.num_threads, lanes, lanes)
