@@ -1,7 +1,5 @@
 """Says on the standard error how far a long command is: a bar on a terminal, lines in a log."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps
 are quantised by `expert_weights`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -3,8 +3,6 @@
 Every import of onnxruntime goes through this file, so that it never sends telemetry unasked.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -411,11 +409,7 @@ def as_lender(backend: Backend) -> OrtBackend:
 
 
 def open_buffers(
-    graph: Graph,
-    capacity: int,
-    device: str,
-    share: Lender | None,
-    banks: Lender | None,
+    graph: Graph, capacity: int, device: str, share: Lender | None, banks: Lender | None
 ) -> dict[str, Any]:
     """Returns the graph's KV buffers and banks by name.
 

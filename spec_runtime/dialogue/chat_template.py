@@ -6,8 +6,6 @@ Here every turn of a loop, call, filter and operator looks at the clock, and eve
 makes is weighed. Those few that make much of little are refused before they run.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json
@@ -442,9 +440,5 @@ def _tojson(
 ) -> str:
     """Returns a value as JSON, with the arguments of transformers' own filter."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -5,8 +5,6 @@ two contents more: "python", keyword arguments, and "keyed", a JSON object that 
 A family is added by a row. `CALLS` are read whatever the family: a free answer keeps to no form.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from spec_runtime.dialogue.patterns import END

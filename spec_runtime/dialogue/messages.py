@@ -1,7 +1,5 @@
 """Defines messages of a conversation and checks them before a chat template reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

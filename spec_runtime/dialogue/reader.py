@@ -1,7 +1,5 @@
 """Tells thinking, text and calls of tools apart in an answer, whole or as it comes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

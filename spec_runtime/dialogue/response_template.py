@@ -5,8 +5,6 @@ one of three names, and `tool_calls`, each with the texts or expressions that op
 What a template cannot say safely here is refused, see patterns.py.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

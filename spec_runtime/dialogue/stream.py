@@ -1,7 +1,5 @@
 """Turns token ids into text as they come, up to a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from spec_runtime.dialogue.reader import ResponseReader, overlap

@@ -1,7 +1,5 @@
 """Lets a model think before it writes a text of a grammar."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

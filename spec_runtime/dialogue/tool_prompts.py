@@ -1,7 +1,5 @@
 """Shows tools, calls and their results to a model, whether its chat template knows tools or not."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

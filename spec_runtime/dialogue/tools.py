@@ -1,7 +1,5 @@
 """Checks tools, and forces an answer to be a call of one, in the form of the model's family."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Reads the values of a call's parameters: by the tool's schema, as Python's, or as Gemma 4's."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

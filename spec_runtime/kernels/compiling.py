@@ -1,7 +1,5 @@
 """Compiles the native library. Imports the standard library only, for installations run it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -6,8 +6,6 @@ there, or in the cache folder where only others may write. Its name has its sour
 none of other sources is ever taken. Without it, the graphs run as they are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

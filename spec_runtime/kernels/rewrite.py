@@ -5,8 +5,6 @@ The runtime has no onnx package: this edits the file's messages. Weights stay wh
 files beside the graph's, and FewRows reads them as they are.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Mapping

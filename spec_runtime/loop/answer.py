@@ -1,7 +1,5 @@
 """Reads an answer: its thinking, its text, and the calls of tools in it, whole or as it comes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Reads an answer while it comes: whole, by steps, in pieces of text or in chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Holds answers: whole ones, and chunks of one that is on its way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -25,7 +25,7 @@ from spec_runtime.files import mapping
 from spec_runtime.files.kept import read_kept
 from spec_runtime.files.machine import cache_folder, cpu_model, default_threads, versions
 from spec_runtime.files.writing import locked, require_writable, sha256, write_atomically
-from spec_runtime.kernels.library import instructions, wanted
+from spec_runtime.kernels.library import instructions
 from spec_runtime.pace.costs import MOST_POINTS, Costs, Gain, NumNodes, Rate, Ratio
 from spec_runtime.pace.pacer import LARGEST_TRUST, Known
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static

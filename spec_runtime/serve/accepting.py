@@ -1,7 +1,5 @@
 """Accepts connections in one of several worker processes, so that the idlest takes the next one."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from contextlib import suppress

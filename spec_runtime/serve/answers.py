@@ -5,8 +5,6 @@ takes them. An answer is no longer than the bundle's context, and the number of 
 limited, so that this memory is limited as well.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

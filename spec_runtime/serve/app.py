@@ -1,7 +1,5 @@
 """Makes the app: its addresses, and the guards in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress

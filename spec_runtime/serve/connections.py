@@ -1,7 +1,5 @@
 """Speaks HTTP on one connection, and ends it if its client does not complete a request in time."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

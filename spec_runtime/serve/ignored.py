@@ -1,8 +1,6 @@
 """Takes fields of other servers that would change nothing here, and names them in a header of the
 answer, and so the tools that nobody runs here: clients send them to every server."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any, Self

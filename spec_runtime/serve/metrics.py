@@ -3,8 +3,6 @@
 With several worker processes, each writes its counts to files that prometheus_client sums up.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from weakref import WeakKeyDictionary

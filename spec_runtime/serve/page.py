@@ -1,8 +1,6 @@
 """Answers for the page on `/`: pieces of text with the depths at which they were drafted, and the
 tree of the last step."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncGenerator
 from importlib import resources

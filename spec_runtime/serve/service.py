@@ -1,7 +1,5 @@
 """Answers requests by one engine: puts them in its queue, and writes the replies."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Says what a server allows: its limits, its key, and the name of what it serves."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

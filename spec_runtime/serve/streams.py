@@ -1,7 +1,5 @@
 """Sends server-sent events, and ends the work for clients that have gone away."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar

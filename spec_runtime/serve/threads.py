@@ -1,7 +1,5 @@
 """Runs what grows with a request in threads, so that the event loop goes on meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

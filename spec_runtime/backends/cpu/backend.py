@@ -4,8 +4,6 @@ Each KV buffer is one OrtValue, bound as an input and as the output of the node 
 that a step writes in place and no row is ever copied.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs what the drafters of several generations wait for together, with ONNX Runtime on the CPU."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

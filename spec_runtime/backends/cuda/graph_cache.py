@@ -3,8 +3,6 @@
 All captures of this process are made here, apart from other threads' calls (see captures.py).
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict

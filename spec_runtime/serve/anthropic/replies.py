@@ -1,7 +1,5 @@
 """Writes answers as Anthropic's API does: whole messages, and the typed events of a stream."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Rewrites what requests to other servers say into the fields that stand for it here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes answers as OpenAI's API does: whole ones, and the chunks of a stream."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections import deque

@@ -1,7 +1,5 @@
 """Keeps the last responses of one server process, so that conversations go on by their ids."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import OrderedDict

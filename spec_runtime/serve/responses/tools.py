@@ -1,8 +1,6 @@
 """Takes the tools of OpenAI's Responses API as a chat's functions, and writes their calls as items
 of the API's kinds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
