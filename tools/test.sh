@@ -12,8 +12,9 @@ speculators=.venv/speculators
 [ -d $speculators ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target $speculators \
   -r tests/export/written_by_speculators/requirements.txt || rm -rf $speculators
 
-# once, also where Python may write no bytecode: tests start hundreds of processes that import it
+# once, also where Python may write no bytecode: tests start hundreds of processes that need it
 .venv/bin/python -m compileall -q spec_export spec_runtime tools
+.venv/bin/python -c 'from spec_runtime.kernels.library import library; library()'
 # types are checked beside the rest, and judged at the end
 .venv/bin/mypy &
 mypy=$!
