@@ -40,6 +40,7 @@ class Lane:
         self.begun = 0  # which of the batch's calls, counted from 1, was its last
         self._primary, self._number = primary, number
         self._reader: ChunkReader | None = None
+        self._has_exact_rows = True
 
     @property
     def engine(self) -> Engine:
@@ -79,8 +80,8 @@ class Lane:
         Where rows are not exact, those in other places round noticeably otherwise, and a seed
         promises the same tokens again.
         """
-        params, is_exact = self.call.params, self.engine.target.has_exact_rows
-        return params.rule not in TREE_RULES and (params.seed is None or is_exact)
+        params = self.call.params
+        return params.rule not in TREE_RULES and (params.seed is None or self._has_exact_rows)
 
     def num_common(self, prompt: list[int]) -> int:
         """Returns how many tokens at the beginning of the prompt this lane has rows of."""
@@ -101,6 +102,8 @@ class Lane:
         its pacer."""
         engine = self.engine if observe is None else observe(self.engine)
         own = self.engine.proposer
+        # asked for here: later, another lane that opens holds the lock of all
+        self._has_exact_rows = engine.target.has_exact_rows
 
         def paced(proposer: Proposer) -> Proposer:
             if isinstance(own, Pacer) and not isinstance(proposer, PlainProposer):
