@@ -187,9 +187,11 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
       memcpy(scores + r * seen + b * LANES, &all, sizeof all);
     }
   }
-  for (int64_t r = 0; r < R; r++)  // what a sum's unit is worth takes the query's place
+  for (int64_t r = 0; r < R; r++) {  // what a sum's unit is worth takes the query's place
     queries[r * wide] = weigh(a, (first + r) / rep, g * rep + (first + r) % rep,
                               a->norms + g * seen, scores + r * seen);
+    if (isnan(queries[r * wide])) memset(is_read + r * blocks, 0, blocks);
+  }
   for (int64_t b = 0; b < blocks; b++) {
     const float *norms = a->norms + g * seen + b * LANES;
     const float *rows = gathered(values, a->seen + b * LANES, D, wide, norms, copies);
