@@ -35,7 +35,7 @@ def build(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
-        command = [*compiler(), *FLAGS, "-o", str(made), *sources]
+        command = [*compiler(), *FLAGS, "-o", str(made), *sources, "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
         os.replace(made, target)
 
