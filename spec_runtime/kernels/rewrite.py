@@ -75,7 +75,6 @@ class _Graph:
     """Holds a graph's nodes, and all else of its message as it was."""
 
     def __init__(self, data: bytes) -> None:
-        self._data = data
         self._nodes: list[_Node] = []
         self._others: list[bytes] = []
         self._outputs: list[str] = []

@@ -100,18 +100,6 @@ FUNCTION void untangle(VI a[4]) {
   a[0] = low0, a[1] = low1, a[2] = high0, a[3] = high1;
 }
 
-FUNCTION VF total4(const VF *s) {
-  VF a = _mm256_unpacklo_ps(s[0], s[1]) + _mm256_unpackhi_ps(s[0], s[1]);
-  VF b = _mm256_unpacklo_ps(s[2], s[3]) + _mm256_unpackhi_ps(s[2], s[3]);
-  __m256d low = _mm256_unpacklo_pd((__m256d)a, (__m256d)b);
-  return (VF)low + (VF)_mm256_unpackhi_pd((__m256d)a, (__m256d)b);
-}
-// Returns the sums of 8 vectors.
-FUNCTION VF total(const VF s[8]) {
-  VF a = total4(s), b = total4(s + 4);
-  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
-}
-
 #define FLOAT_ROWS 4
 #include "loops.h"
 

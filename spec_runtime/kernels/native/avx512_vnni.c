@@ -79,20 +79,6 @@ FUNCTION void untangle(VI a[4]) {
   a[3] = _mm512_shuffle_i32x4(odd0, odd1, 0xDD);
 }
 
-FUNCTION VF total4(const VF *s) {
-  VF a = _mm512_unpacklo_ps(s[0], s[1]) + _mm512_unpackhi_ps(s[0], s[1]);
-  VF b = _mm512_unpacklo_ps(s[2], s[3]) + _mm512_unpackhi_ps(s[2], s[3]);
-  __m512d low = _mm512_unpacklo_pd((__m512d)a, (__m512d)b);
-  return (VF)low + (VF)_mm512_unpackhi_pd((__m512d)a, (__m512d)b);
-}
-// Returns the sums of 16 vectors.
-FUNCTION VF total(const VF s[16]) {
-  VF a = total4(s), b = total4(s + 4), c = total4(s + 8), d = total4(s + 12);
-  a = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
-  c = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xEE);
-  return _mm512_shuffle_f32x4(a, c, 0x88) + _mm512_shuffle_f32x4(a, c, 0xDD);
-}
-
 #define FLOAT_ROWS 8
 #include "loops.h"
 

@@ -207,23 +207,14 @@ static int input_kind(const OrtCustomOp *op, size_t i) {
 }
 
 const OrtCustomOp FEW_ROWS = {
-    .version = VERSION,
+    SHARED_DECLARATION,
     .GetName = name,
-    .GetProvider = provider,
     .GetInputType = input_type,
     .GetInputCount = num_inputs,
     .GetOutputType = output_type,
     .GetOutputCount = num_outputs,
-    .DestroyKernel = free,
     .GetInputKind = input_kind,
     .GetOutputKind = zero_at,
-    .GetInputMemory = zero_at,
-    .GetVariadicInputLeast = one,
-    .GetVariadicInputIsUniform = one,
-    .GetVariadicOutputLeast = one,
-    .GetVariadicOutputIsUniform = one,
     .CreateKernelV2 = create_kernel,
     .ComputeV2 = compute,
-    .GetStartVersion = one,
-    .GetEndVersion = one,
 };

@@ -48,3 +48,8 @@ static inline OrtStatus *run(OrtApi api, OrtKernelContext *context, void (*task)
 static inline const char *provider(const OrtCustomOp *op) { return (void)op, "CPUExecutionProvider"; }
 static inline int zero_at(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, 0; }
 static inline int one(const OrtCustomOp *op) { return (void)op, 1; }
+#define SHARED_DECLARATION                                                               \
+  .version = VERSION, .GetProvider = provider, .DestroyKernel = free,                    \
+  .GetInputMemory = zero_at, .GetVariadicInputLeast = one,                               \
+  .GetVariadicInputIsUniform = one, .GetVariadicOutputLeast = one,                       \
+  .GetVariadicOutputIsUniform = one, .GetStartVersion = one, .GetEndVersion = one

@@ -82,13 +82,6 @@ FUNCTION void interleave(const signed char *w, long stride, unsigned char *to) {
 }
 FUNCTION void untangle(VI a[4]) { (void)a; }
 
-// Returns the sums of 4 vectors.
-FUNCTION VF total(const VF s[4]) {
-  VF a = __builtin_shufflevector(s[0], s[1], 0, 4, 1, 5) + __builtin_shufflevector(s[0], s[1], 2, 6, 3, 7);
-  VF b = __builtin_shufflevector(s[2], s[3], 0, 4, 1, 5) + __builtin_shufflevector(s[2], s[3], 2, 6, 3, 7);
-  return __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
-}
-
 #ifdef NEON
 #define FLOAT_ROWS 8
 #else

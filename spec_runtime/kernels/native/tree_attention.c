@@ -175,23 +175,14 @@ static int output_kind(const OrtCustomOp *op, size_t i) {
 }
 
 const OrtCustomOp TREE_ATTENTION = {
-    .version = VERSION,
+    SHARED_DECLARATION,
     .GetName = name,
-    .GetProvider = provider,
     .GetInputType = type_of,
     .GetInputCount = num_inputs,
     .GetOutputType = type_of,
     .GetOutputCount = num_outputs,
-    .DestroyKernel = free,
     .GetInputKind = input_kind,
     .GetOutputKind = output_kind,
-    .GetInputMemory = zero_at,
-    .GetVariadicInputLeast = one,
-    .GetVariadicInputIsUniform = one,
-    .GetVariadicOutputLeast = one,
-    .GetVariadicOutputIsUniform = one,
     .CreateKernelV2 = create_kernel,
     .ComputeV2 = compute,
-    .GetStartVersion = one,
-    .GetEndVersion = one,
 };
