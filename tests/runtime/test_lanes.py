@@ -757,7 +757,8 @@ def test_a_pass_cuts_no_tree_that_tokens_depend_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SharedPace, "sizes", lambda self, worths, *others: [1] * len(worths))
     batch = Batch(keeping("parallelspec", kept_bytes=0), 2)
     for lane, acceptance in zip(batch._lanes, ("typical", "target_sampling"), strict=True):
-        call = lane.engine.prepare([5, 6, 7] * 8, temperature=0.8, acceptance=acceptance)
+        sampled: dict[str, Any] = {"temperature": 0.8, "acceptance": acceptance}
+        call = lane.engine.prepare([5, 6, 7] * 8, max_new_tokens=99, ignore_eos=True, **sampled)
         batch.begin(lane, None, call)
     for _ in range(9):
         batch.turn()

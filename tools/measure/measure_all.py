@@ -12,7 +12,8 @@ The stages follow each other so that `tune` comes before what uses its profile (
 acceptance); `bench`, `lookup` and `spec-bench` do without one. `lookup` is about the shipped
 drafter, so that another model has no such stage. `rivals` and `many-clients` install other engines
 under runs/rivals; `rivals` and `spec-bench` take an hour or more.
-Commit everything first, so that the provenance names a commit without "-dirty".
+Commit everything first and let --results lie outside the checkout, so that the provenance of every
+stage names a commit without "-dirty".
 """
 
 import subprocess
