@@ -67,7 +67,7 @@ def client() -> Iterator[Any]:
 @pytest.mark.parametrize("turn", CODEX, ids=["asked", "called"])
 def test_turns_of_codex_are_answered(client: Any, turn: dict[str, Any]) -> None:
     """What changes nothing and the tools that nobody runs here are named, and nothing else is."""
-    body = {**turn, "tools": CODEX[0]["tools"][-2:], "max_output_tokens": 4}
+    body = {**turn, "tools": CODEX[0]["tools"][-2:], "max_output_tokens": 4, "temperature": 0}
     reply = client.post(RESPONSES, json=body)
     assert reply.status_code == 200, reply.text
     assert reply.headers[HEADER] == "client_metadata, tools: web_search"
@@ -77,7 +77,7 @@ def test_turns_of_codex_are_answered(client: Any, turn: dict[str, Any]) -> None:
 @pytest.mark.parametrize("turn", CLAUDE, ids=["asked", "called"])
 def test_turns_of_claude_code_are_answered(client: Any, turn: dict[str, Any]) -> None:
     tools = CLAUDE[0]["tools"]
-    body = {**turn, "tools": tools[:1], "max_tokens": 4}
+    body = {**turn, "tools": tools[:1], "max_tokens": 4, "temperature": 0}
     reply = client.post(MESSAGES, json=body)
     assert (reply.status_code, reply.headers.get(HEADER)) == (200, None), reply.text
     assert '"stop_reason":"max_tokens"' in reply.text
