@@ -29,7 +29,7 @@ from spec_runtime.bundle.manifest import is_feature
 from spec_runtime.errors import UserError
 
 
-def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
+def to_slots(model: ir.Model, attention: str = "bias", by_value: bool = False) -> ir.Model:
     """Rewrites `model` in place from the contiguous to the slots form and returns it.
 
     The inputs write_index, src and perm go; `slots` i64[N] comes, with "bias" `seqlens_k` i32[1],
@@ -47,6 +47,9 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       Runtime's AttentionBackend::MATH) keeps it off for one session, and backends/session.py sets
       it for such a graph.
 
+    `by_value` gives ScatterND an index for each value in place of each row: CUDA's copies what an
+    index stands for with one thread, value after value. On a CPU an index a row is quicker.
+
     Raises UserError for an unknown `attention`.
     """
     if attention not in ATTENTIONS:
@@ -56,7 +59,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     inputs = {value.name: value for value in graph.inputs}
     slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
     seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])
-    shared = _SharedValues(edit, next(iter(graph)), slots, seqlens, inputs["mask"])
+    shared = _SharedValues(edit, next(iter(graph)), slots, seqlens, inputs["mask"], by_value)
     for node in [node for node in graph if node.op_type == "Attention"]:
         _rewrite_attention(edit, node, attention, shared)
     for node in [node for node in graph if node.op_type == "TensorScatter"]:
@@ -87,10 +90,17 @@ class _SharedValues:
     """
 
     def __init__(
-        self, edit: GraphEditor, first: ir.Node, slots: ir.Value, seqlens: ir.Value, mask: ir.Value
+        self,
+        edit: GraphEditor,
+        first: ir.Node,
+        slots: ir.Value,
+        seqlens: ir.Value,
+        mask: ir.Value,
+        by_value: bool,
     ) -> None:
         """seqlens: the last slot in use, i32[1]. mask: the graph's input bool[1, 1, N, S]."""
         self.edit, self.first, self.slots, self.seqlens = edit, first, slots, seqlens
+        self.by_value = by_value
         (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
         (self.width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
         self._made: dict[tuple[Any, ...], ir.Value] = {}
@@ -121,23 +131,18 @@ class _SharedValues:
         return self.edit.add(before, "ScatterND", [past, self.indices(past), rows])[0]
 
     def indices(self, cache: ir.Value) -> ir.Value:
-        """Returns where new rows of a cache [1, G, S, Dh] go, for ScatterND, i64[1, N, G, 3].
+        """Returns where new rows of a cache [1, G, S, Dh] go, for ScatterND, i64[1, N, G, 3], or
+        by value i64[1, N, G, Dh, 4].
 
-        Row n of head g goes to (0, g, slots[n]).
+        Value d of row n of head g goes to (0, g, slots[n], d).
         """
-        G = fixed_size(cache, 1)
-        if ("indices", G) not in self._made:
-            edit = self.edit
-            shape = edit.constant(np.array([1, -1, 1, 1]))
-            (column,) = edit.add(self.first, "Reshape", [self.slots, shape])
-            batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
-            batch_and_head[..., 1] = np.arange(G)
-            last = edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))
-            (spread,) = edit.add(self.first, "Mul", [column, last])
-            (self._made["indices", G],) = edit.add(
-                self.first, "Add", [spread, edit.constant(batch_and_head)]
+        sizes = (fixed_size(cache, 1), fixed_size(cache, 3))[: 1 + self.by_value]
+        if ("indices", sizes) not in self._made:
+            order = (0, 2, 1, 3)[: 2 + len(sizes)]
+            self._made["indices", sizes] = self.edit.places(
+                self.first, self.slots, (1, 1, *sizes), order, axis=1
             )
-        return self._made["indices", G]
+        return self._made["indices", sizes]
 
 
 class _LayerValues(NamedTuple):
