@@ -1,13 +1,10 @@
-(
-    ""
-    """Makes GPU outputs: argmax, largest logits, and buffers that stay on the device ("banks").
+"""Makes GPU outputs: argmax, largest logits, and buffers that stay on the device ("banks").
 
 They keep the number of values small that are copied to the host. A bank is a buffer [R, W] of
 rows. One graph writes rows in place; others, or the next run of the same graph, read them. Features
 of the target lie in banks by the slot of their KV row (R = S), states and hidden rows of a drafter
 by node.
 """
-)
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -90,12 +90,12 @@ class GraphEditor:
         with rows [7, 3], shape (1, 2), order (0, 1) and axis 0 it is
         [[(7, 0), (7, 1)], [(3, 0), (3, 1)]].
         """
-        one_row = np.ones(len(shape) + 1, np.int64)
-        one_row[axis] = -1
-        (column,) = self.add(before, "Reshape", [rows, self.constant(one_row)])
-        is_row = self.constant(np.equal(order, axis))
+        column_shape = np.where(np.arange(len(shape) + 1) == axis, -1, 1)
+        column = self.add(before, "Reshape", [rows, self.constant(column_shape)])
         counted = self.constant(np.moveaxis(np.indices(shape)[list(order)], 0, -1))
-        return self.add(before, "Where", [is_row, column, counted])[0]
+        return self.add(before, "Where", [self.constant(np.equal(order, axis)), *column, counted])[
+            0
+        ]
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
         """Makes every reader of `old`, graph outputs included, read `new`.
