@@ -93,9 +93,8 @@ class GraphEditor:
         column_shape = np.where(np.arange(len(shape) + 1) == axis, -1, 1)
         column = self.add(before, "Reshape", [rows, self.constant(column_shape)])
         counted = self.constant(np.moveaxis(np.indices(shape)[list(order)], 0, -1))
-        return self.add(before, "Where", [self.constant(np.equal(order, axis)), *column, counted])[
-            0
-        ]
+        is_row = self.constant(np.equal(order, axis))
+        return self.add(before, "Where", [is_row, *column, counted])[0]
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
         """Makes every reader of `old`, graph outputs included, read `new`.
