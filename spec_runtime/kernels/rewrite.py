@@ -233,13 +233,13 @@ def _write(cache: str, makers: Mapping[str, _Node]) -> tuple[str, str, str] | No
     if scatter is None or scatter.operator != "ScatterND":
         return None
     past, indices, rows = scatter.inputs
-    column = indices
-    for operator in ("Add", "Mul", "Reshape"):
-        if column not in makers or makers[column].operator != operator:
-            return None
-        column = makers[column].inputs[0]
+    place = makers.get(indices)
+    while place is not None and place.operator in ("Where", "Add", "Mul"):  # older ones add
+        place = makers.get(place.inputs[place.operator == "Where"])
+    if place is None or place.operator != "Reshape":
+        return None
     cut = makers.get(rows)
-    return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, column
+    return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, place.inputs[0]
 
 
 def _few_rows(inputs: list[str], output: str, **attributes: int) -> _Node:
