@@ -131,6 +131,10 @@ class TensorRTBackend(DeviceBackend):
     def bytes_to_host(self) -> int:
         return self._bytes_to_host
 
+    @property
+    def free_bytes(self) -> int:
+        return self._cuda.free_bytes
+
     def has_output(self, name: str) -> bool:
         return name in self._outputs
 
