@@ -496,5 +496,5 @@ def test_lanes_and_buffers_are_sized_by_the_devices_memory(
     assert engine.most_parallel == 2
     device.free_bytes = lane // 2
     assert engine.most_parallel == 1
-    with pytest.raises(UserError, match="expected at most the .* free on the GPU; take a shorter"):
+    with pytest.raises(UserError, match=r"expected at most the .* free on the GPU; take a shorter"):
         load(folders["fp16"], drafter="none")

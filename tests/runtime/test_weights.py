@@ -142,10 +142,11 @@ def test_a_session_computes_with_the_weights_that_it_was_lent(tmp_path: Path) ->
     ("number", "kind"), [(2, OutOfMemoryError), (900, RuntimeError), (700, DeviceLostError)]
 )
 def test_errors_are_told_apart_by_their_number(
-    device: HostCuda, copies: StreamCopies, number: int, kind: type[Exception]
+    device: HostCuda, number: int, kind: type[Exception]
 ) -> None:
     """Only a lost device is found so by the run after it as well."""
     device.cudaStreamSynchronize = lambda stream: (number,)  # type: ignore[method-assign]
+    copies = StreamCopies(Cuda(device))
     with pytest.raises(kind) as caught:
         copies.cuda.wait()
     assert type(caught.value) is kind

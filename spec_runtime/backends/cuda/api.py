@@ -61,7 +61,8 @@ class Cuda:
     @property
     def free_bytes(self) -> int:
         """Returns how much of the device's memory nobody has."""
-        error, free, _ = self._api.cudaMemGetInfo()
+        with no_capture():
+            error, free, _ = self._api.cudaMemGetInfo()
         if int(error):
             self._fail("cudaMemGetInfo", error)
         return int(free)
