@@ -53,19 +53,10 @@ class Cuda:
         self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
     @property
-    def gpu_name(self) -> str:
-        """Names the GPU's model, such as "NVIDIA L4"."""
-        name: bytes = self._call("cudaGetDeviceProperties", 0).name
-        return name.partition(b"\0")[0].decode(errors="replace")
-
-    @property
     def free_bytes(self) -> int:
         """Returns how much of the device's memory nobody has."""
         with no_capture():
-            error, free, _ = self._api.cudaMemGetInfo()
-        if int(error):
-            self._fail("cudaMemGetInfo", error)
-        return int(free)
+            return int(self._call("cudaMemGetInfo"))
 
     @classmethod
     def open(cls) -> Cuda:
