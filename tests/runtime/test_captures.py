@@ -202,7 +202,7 @@ def allocate():
         cuda.cudaMallocHost(64)
 
 is_over = threading.Event()
-thread = threading.Thread(target=allocate)
+thread = threading.Thread(target=allocate, daemon=True)
 thread.start()
 capture(8)
 is_over.set()
