@@ -204,6 +204,7 @@ def allocate():
 is_over = threading.Event()
 thread = threading.Thread(target=allocate, daemon=True)
 thread.start()
+capture(8)
 while "violation" not in Path(sys.argv[3]).read_text():
     capture(8)  # until the two have met
 is_over.set()
