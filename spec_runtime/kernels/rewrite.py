@@ -115,7 +115,7 @@ class _Graph:
         uses.update(self._outputs)
         made: dict[str, _Node] = {}  # by the output that is now theirs
         for node in self._nodes:
-            product = self._int8(node, makers, uses, threads) or _int4(node, makers, uses)
+            product = self._int8(node, makers, uses, threads) or _int4(node, makers, uses, threads)
             product = product or self._float(node, threads) or self._attention(node, makers, uses)
             if product is not None:
                 made[node.outputs[0]] = product
@@ -198,13 +198,15 @@ class _Graph:
         self._nodes = kept[::-1]
 
 
-def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> _Node | None:
+def _int4(
+    node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int], threads: int
+) -> _Node | None:
     """Returns FewRows if `node` is a MatMulNBits, or adds the minima to one, see quantize._Int4."""
     if node.operator == "com.microsoft.MatMulNBits":
         bits, block = node.integers.get("bits", 4), node.integers.get("block_size", 1)
         if len(node.inputs) > (4 if bits == 4 else 3) or node.integers.get("K", 1) % block:
             return None
-        return _few_rows(node.inputs, node.outputs[0], bits=bits)
+        return _few_rows(node.inputs, node.outputs[0], bits=bits, threads=threads)
     product = _maker(node, 0, "Add", "com.microsoft.MatMulNBits", makers)
     offset = _maker(node, 1, "Add", "MatMul", makers)
     if product is None or offset is None or uses[product.outputs[0]] != 1:
@@ -213,7 +215,7 @@ def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> 
     cut = sums and _maker(sums, 0, None, "Reshape", makers)
     if not cut or cut.inputs[0] != product.inputs[0] or len(product.inputs) != 4:
         return None
-    return _few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], bits=4)
+    return _few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], bits=4, threads=threads)
 
 
 def _maker(
