@@ -12,6 +12,22 @@ BatchSize = Annotated[
     typer.Option("--batch-size", help="Prompts answered at once; an interruption loses one batch"),
 ]
 
+Engine = Annotated[
+    str, typer.Option("--engine", help="What runs the target: auto, transformers or openvino")
+]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        help="Ask the OpenAI-compatible server at this address, which runs the target",
+        show_default="load it here",
+    ),
+]
+Merge = Annotated[
+    list[Path] | None,
+    typer.Option("--merge", help="File of a shard to join; once for each", show_default=False),
+]
+
 
 def command(
     out: Annotated[Path, typer.Option("--out", help="JSON Lines file to write")],
@@ -46,14 +62,16 @@ def command(
         int, typer.Option("--seed", help="Seed of the sampled prompts and answers")
     ] = 0,
     batch_size: BatchSize = 64,
-    engine: Annotated[
-        str,
-        typer.Option("--engine", help="What runs the target: auto, transformers, openvino or vllm"),
-    ] = "auto",
+    engine: Engine = "auto",
     precision: Annotated[
         str,
         typer.Option("--precision", help="Precision of the engine's weights: fp32, bf16 or fp16"),
     ] = "fp32",
+    server: Server = None,
+    shard: Annotated[
+        str, typer.Option("--shard", help="Write only part I/N of the rows, on one of N machines")
+    ] = "1/1",
+    merge: Merge = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue a file that is there")
     ] = True,
@@ -76,13 +94,15 @@ def command(
         engine=engine,
         precision=precision,
         resume=resume,
+        server=server,
+        shard=shard,
     )
     config.require_files()  # before torch is imported
 
     from spec_export.cli.report import TerminalReport
     from spec_export.distill import answers as distill
 
-    result = distill.run(config, TerminalReport())
+    result = distill.merge(merge, out) if merge else distill.run(config, TerminalReport())
     rate = f", {result.new_tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     skipped = f", {result.skipped} prompts skipped" if result.skipped else ""
     print(

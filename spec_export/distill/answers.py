@@ -7,9 +7,9 @@ the last whole batch. An interrupted run therefore goes on where it was and writ
 conversations.py makes the rows of a batch; the engines in engines.py generate the tokens.
 """
 
-import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,15 +20,16 @@ from typing import Any
 from spec_export.distill import needs, prompts
 from spec_export.distill.config import DistillConfig
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
-from spec_export.distill.engines import choose, open_engine
+from spec_export.distill.engines import AnswerEngine, choose, open_engine
 from spec_export.distill.prompts import PromptRow
+from spec_export.distill.server import ServerEngine
 from spec_export.model import target
 from spec_export.report import SILENT, Advance, Report
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import from_mapping, parse_json
-from spec_runtime.files.writing import locked, sha256, write_atomically
+from spec_runtime.files.writing import locked, replacing, sha256, write_atomically
 
 # A target that has ended no prompt in this many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20
@@ -54,16 +55,11 @@ class DistillResult:
 
 @dataclass(frozen=True)
 class _Written:
-    """The contents of `out` up to some row: rows, answer tokens and bytes.
-
-    `answered` is the SHA-256 of the prompts of these rows, if they came from a file; None too where
-    an older version wrote the sidecar.
-    """
+    """The contents of `out` up to some row: rows, answer tokens and bytes."""
 
     rows: int = 0
     answer_tokens: int = 0
     size: int = 0
-    answered: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.rows, self.answer_tokens, self.size) < 0:
@@ -84,7 +80,6 @@ class _Sidecar:
     rows: int = 0
     answer_tokens: int = 0
     size: int = 0
-    answered: str | None = None
     finished: _Written | None = None
 
     def __post_init__(self) -> None:
@@ -113,11 +108,14 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
     if given is not None and goal > len(given):
         skipped = f", and {num_skipped} that do not fit" if num_skipped else ""
         raise UserError(f"num_prompts is {goal}, {config.prompts} holds {len(given)}{skipped}")
-    engine_name = choose(config.engine, source)
+    index, count = config.part
+    first, goal = goal * index // count, goal * (index + 1) // count - goal * index // count
+    given = None if given is None else given[first : first + goal]
+    engine_name = "server" if config.server else choose(config.engine, source)
     settings = _settings(config, source, engine_name)
     config.out.parent.mkdir(parents=True, exist_ok=True)
     with locked(config.out):
-        state = _open_sidecar(config, settings, given)
+        state = _open_sidecar(config, settings)
         if state.finished is not None and state.finished.rows == goal:
             report.line(f"{config.out} is complete: {goal} rows")
             tokens = state.finished.answer_tokens
@@ -127,12 +125,56 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
         longest = config.max_prompt_tokens
         if given is not None:
             longest = max(sum(map(len, [each.ids, *each.more])) for each in given)
-        needs.say(config, source, goal - state.rows, longest, report)
-        report.line(f"loading {source.name} ({engine_name}, {config.precision})")
-        engine = open_engine(engine_name, source, config.precision, config.batch_size)
+        if config.server:
+            asked = ServerEngine(config.server, tokenizer, config.batch_size)
+            report.line(f"asking {asked.model} at {config.server} for the answers of {source.name}")
+            engine: AnswerEngine = asked
+        else:
+            needs.say(config, source, goal - state.rows, longest, report)
+            report.line(f"loading {source.name} ({engine_name}, {config.precision})")
+            engine = open_engine(engine_name, source, config.precision, config.batch_size)
         distiller = Distiller(config, engine, tokenizer, source, room, given)
         result = _write(config, report, distiller, state, goal)
     return replace(result, skipped=num_skipped)
+
+
+def merge(parts: Sequence[Path], out: Path) -> DistillResult:
+    """Joins all shards of one distillation in `out`, in their order, and writes its sidecar.
+
+    Raises UserError if a shard is missing, given twice or not finished, or differs in a setting.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists: remove it or choose another file")
+    by_shard = {str(_sidecar_of(part).settings.get("shard")): part for part in parts}
+    wanted = [f"{i}/{len(parts)}" for i in range(1, len(parts) + 1)]
+    if sorted(by_shard) != sorted(wanted):
+        got = ", ".join(sorted(by_shard))
+        raise UserError(f"got shard {got} in {len(parts)} files, expected {', '.join(wanted)}")
+    ordered = [by_shard[shard] for shard in wanted]
+    states = [_sidecar_of(part) for part in ordered]
+    first = states[0].settings
+    written = []
+    for part, state in zip(ordered, states, strict=True):
+        if state.finished is None or state.finished.size != part.stat().st_size:
+            raise UserError(f"{part} is not finished: distill its shard {state.settings['shard']}")
+        differing = {name for name in first if first[name] != state.settings.get(name)} - {"shard"}
+        if differing:
+            text = f"{part} was written with another {min(differing)} than {ordered[0]}"
+            raise UserError(f"{text}, expected one distillation's shards")
+        written.append(state.finished)
+    settings = {name: value for name, value in first.items() if name != "num_prompts"}
+    rows, tokens, size = (
+        sum(getattr(each, name) for each in written) for name in ("rows", "answer_tokens", "size")
+    )
+    with disk.writing("answers", out.parent), replacing(out) as temporary:
+        with open(temporary, "wb") as file:
+            for part in ordered:
+                with open(part, "rb") as source:
+                    shutil.copyfileobj(source, file)
+        finished = _Written(rows, tokens, size)
+        settings["shard"] = "1/1"
+        _write_sidecar(out, _Sidecar(settings, states[0].provenance, finished=finished))
+    return DistillResult(out, str(first["engine"]), rows, tokens, 0, 0.0)
 
 
 def _write(
@@ -145,7 +187,6 @@ def _write(
         _write_sidecar(config.out, state)  # first, so that no file is ever without a sidecar
         _truncate(config.out, state.size)
     rows, answer_tokens = state.rows, state.answer_tokens
-    answered = _Digest(distiller.given, rows)
     report.line(_first_step(config, goal - rows))
     with report.progress("answers") as advance, open(config.out, "ab") as file:
         pace = _Pace(advance, rows, goal, config.turns * config.max_new_tokens)
@@ -163,7 +204,7 @@ def _write(
                 file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
                 file.flush()
                 os.fsync(file.fileno())
-                written = _Written(rows, answer_tokens, file.tell(), answered.up_to(rows))
+                written = _Written(rows, answer_tokens, file.tell())
                 if whole:
                     state = replace(state, next_batch=state.next_batch + 1, **asdict(written))
                 state = replace(state, finished=written if rows == goal else None)
@@ -287,8 +328,10 @@ def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillCon
 def _settings(config: DistillConfig, source: target.Source, engine: str) -> dict[str, Any]:
     """Returns the settings that must not change between the parts of one file."""
     settings = asdict(config)
-    for name in ("out", "num_prompts", "resume", "model"):
+    for name in ("out", "resume", "model", "server"):
         del settings[name]
+    if config.shard == "1/1":
+        del settings["num_prompts"]
     settings |= {"target": source.name, "engine": engine, "prompts": None}
     if isinstance(config.temperature, tuple):
         settings["temperature"] = list(config.temperature)  # as JSON gives it back
@@ -302,31 +345,31 @@ def _sidecar_path(out: Path) -> Path:
     return out.with_name(out.name + data.SIDECAR)
 
 
-def _open_sidecar(
-    config: DistillConfig, settings: dict[str, Any], given: list[PromptIds] | None
-) -> _Sidecar:
-    """Returns the sidecar to go on from, a new one if there is no file yet.
-
-    Prompts that were not answered yet may have changed since. Raises UserError if the file may
-    not be resumed, was changed, or has other settings.
-    """
-    path = _sidecar_path(config.out)
-    if not config.out.exists():
-        return _Sidecar(settings, collect_provenance())
+def _sidecar_of(out: Path) -> _Sidecar:
+    """Returns the sidecar of an answers file; raises UserError if it has none of this form."""
+    path = _sidecar_path(out)
     try:
-        state = from_mapping(_Sidecar, parse_json(path.read_bytes()), path.name)
+        return from_mapping(_Sidecar, parse_json(path.read_bytes()), path.name)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot go on with {config.out}: no usable {path.name} ({error}), remove both"
+            f"cannot go on with {out}: no usable {path.name} ({error}), remove both"
         ) from error
-    earlier = {"turns": 1, **state.settings}  # an older version asked once
+
+
+def _open_sidecar(config: DistillConfig, settings: dict[str, Any]) -> _Sidecar:
+    """Returns the sidecar to go on from, a new one if there is no file yet.
+
+    Raises UserError if the file may not be resumed, was changed, or has other settings.
+    """
+    if not config.out.exists():
+        return _Sidecar(settings, collect_provenance())
+    state = _sidecar_of(config.out)
+    earlier = {"turns": 1, "shard": "1/1", **state.settings}  # an older version asked once
     changed = [
         f"{name} was {was!r:.60}, got {value!r:.60}"
         for name, value in settings.items()
-        if name != "prompts" and (was := earlier.get(name, value)) != value
+        if (was := earlier.get(name, value)) != value
     ]
-    state, other_prompts = _with_same_prompts(state, settings["prompts"], given)
-    changed += other_prompts
     if changed:
         raise UserError(f"cannot go on with {config.out}: {'; '.join(changed)}")
     expected = state.size if state.finished is None else state.finished.size
@@ -337,51 +380,6 @@ def _open_sidecar(
             "its sidecar"
         )
     return replace(state, settings=settings)
-
-
-def _with_same_prompts(
-    state: _Sidecar, digest: str | None, given: list[PromptIds] | None
-) -> tuple[_Sidecar, list[str]]:
-    """Returns the sidecar, and what is wrong with the prompts file whose SHA-256 is `digest`.
-
-    A changed file is right if the prompts that were answered are as they were, in their order. Rows
-    of a batch that is not whole are made again if theirs have changed.
-    """
-    before = state.settings.get("prompts")
-    if before == digest:
-        return state, []
-    wrong = [f"prompts was {before!r:.60}, got {digest!r:.60}"]
-    if given is None:
-        return state, wrong
-    prompts = _Digest(given, state.rows)
-    if state.rows and state.answered != prompts.up_to(state.rows):
-        return state, [f"{wrong[0]}, with others among the {state.rows} that are answered"]
-    if state.finished and state.finished.answered != prompts.up_to(state.finished.rows):
-        state = replace(state, finished=None)
-    return state, []
-
-
-class _Digest:
-    """The SHA-256 of the first prompts of a file, which grows with the rows that are written."""
-
-    def __init__(self, given: Sequence[PromptIds] | None, rows: int) -> None:
-        self._given, self._rows, self._sha256 = given, 0, hashlib.sha256()
-        self.up_to(rows)
-
-    def up_to(self, rows: int) -> str | None:
-        """Returns it in hex for the first `rows` prompts and their sources; None without a file.
-
-        `rows` may not become fewer from call to call.
-        """
-        if self._given is None:
-            return None
-        for prompt in self._given[self._rows : rows]:
-            parts: list[Any] = [prompt.ids, prompt.source, *prompt.more]
-            if prompt.system is not None:
-                parts.append({"system": prompt.system})
-            self._sha256.update(json.dumps(parts).encode() + b"\n")
-        self._rows = rows
-        return self._sha256.hexdigest()
 
 
 def _write_sidecar(out: Path, state: _Sidecar) -> None:

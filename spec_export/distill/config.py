@@ -10,15 +10,10 @@ from pathlib import Path
 
 from spec_export.distill import prompts
 from spec_runtime.errors import UserError
-from spec_runtime.files.installed import install, program
+from spec_runtime.files.installed import install
 
-ENGINES = ("auto", "transformers", "openvino", "vllm")
+ENGINES = ("auto", "transformers", "openvino")
 PRECISIONS = ("fp32", "bf16", "fp16")
-# The engines that have to be installed: their packages, and how to get them.
-PACKAGES = {
-    "openvino": ("openvino_genai", lambda: install("distill")),
-    "vllm": ("vllm", lambda: f"{program('pip')} install vllm"),
-}
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,8 @@ class DistillConfig:
             one for each row, so that each gets about the same share of the rows.
         batch_size: prompts that the engine gets at once; an interruption loses at most these.
         resume: go on with `out` if it exists already; without it that is an error.
+        server: address of an OpenAI-compatible server that runs the target, in place of `engine`.
+        shard: "i/n" writes the i-th of n parts of the rows, which `answers.merge` joins.
     """
 
     model: str | None
@@ -57,6 +54,8 @@ class DistillConfig:
     precision: str = "fp32"
     resume: bool = True
     base: str | None = None
+    server: str | None = None
+    shard: str = "1/1"
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "turns", "max_new_tokens", "max_prompt_tokens", "batch_size"):
@@ -67,6 +66,12 @@ class DistillConfig:
         if wrong or not self.temperatures:
             text = f"temperature is {self.temperature}, expected 0 (greedy) or more"
             raise UserError(text, param="temperature")
+        index, _, count = self.shard.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            raise UserError(f"shard is {self.shard!r}, expected one like 1/4", param="shard")
+        if self.server and not self.server.startswith(("http://", "https://")):
+            text = f"server is {self.server!r}, expected an address like http://localhost:8000"
+            raise UserError(text, param="server")
         for name, known in (("engine", ENGINES), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
                 text = f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}"
@@ -79,10 +84,10 @@ class DistillConfig:
             prompts.read(self.prompts)
         if self.out.exists() and not self.resume:
             raise UserError(f"{self.out} exists: resume it, remove it or choose another file")
-        if self.engine in PACKAGES and not is_installed(self.engine):
+        if self.engine == "openvino" and not is_installed():
             raise UserError(
-                f"engine {self.engine} is not installed: {PACKAGES[self.engine][1]()}, or choose "
-                "engine transformers"
+                f"engine openvino is not installed: {install('distill')}, or choose engine "
+                "transformers"
             )
 
     @property
@@ -90,7 +95,13 @@ class DistillConfig:
         """The temperatures that rows are drawn from."""
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of this shard, from 0 on, and how many there are."""
+        index, count = map(int, self.shard.split("/"))
+        return index - 1, count
 
-def is_installed(engine: str) -> bool:
-    """Returns whether the package of an engine is there."""
-    return importlib.util.find_spec(PACKAGES[engine][0]) is not None
+
+def is_installed() -> bool:
+    """Returns whether OpenVINO GenAI is there."""
+    return importlib.util.find_spec("openvino_genai") is not None

@@ -152,7 +152,7 @@ class Distiller:
                 max_new_tokens=self.config.max_new_tokens,
                 temperature=tuple(c.temperature for c, _ in asking),
                 top_k=0,
-                seed=_seed(self.config.seed, number, _purpose("answers", turn)),
+                seed=self._seed(number, _purpose("answers", turn)),
                 end_ids=self.end_ids,
             )
             answers = self.engine.generate([c.ids for c, _ in asking], params, on_turn)
@@ -215,7 +215,7 @@ class Distiller:
             max_new_tokens=min(self.config.max_prompt_tokens, room + 1),
             temperature=PROMPT_TEMPERATURE,
             top_k=PROMPT_TOP_K,
-            seed=_seed(self.config.seed, number, _purpose("prompts", turn)),
+            seed=self._seed(number, _purpose("prompts", turn)),
             end_ids=self.end_ids,
         )
         return [
@@ -228,10 +228,17 @@ class Distiller:
             for ids in self.engine.generate(inputs, params)
         ]
 
+    def _seed(self, number: int, purpose: str) -> int:
+        """Returns a seed of 31 bits for one batch; shards share no batch's."""
+        index, count = self.config.part
+        key = f"{self.config.seed} {number * count + index} {purpose}"
+        digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1
+
     def _temperature(self, number: int, row: int) -> float:
         """Returns the temperature of a row, drawn by the seed."""
         known = self.config.temperatures
-        seed = _seed(self.config.seed, number, f"temperature {row}")
+        seed = self._seed(number, f"temperature {row}")
         return known[0] if len(known) == 1 else random.Random(seed).choice(known)
 
 
@@ -249,9 +256,3 @@ def end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
 def _purpose(purpose: str, turn: int) -> str:
     """Returns the seed's purpose; that of the first turn is as it was before there were more."""
     return f"{purpose} {turn}" if turn else purpose
-
-
-def _seed(seed: int, batch: int, purpose: str) -> int:
-    """Returns a seed of 31 bits for one batch; nothing carries over from the batch before."""
-    digest = hashlib.blake2b(f"{seed} {batch} {purpose}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Generates the target's answers with transformers, OpenVINO GenAI or vLLM, behind one method.
+"""Generates the target's answers with transformers or OpenVINO GenAI, behind one method.
 
 Each engine is a thin adapter over a library's own batching, from token ids to token ids.
 """
@@ -73,27 +73,24 @@ class AnswerEngine(Protocol):
 def choose(name: str, source: Source) -> str:
     """Returns `name`, or the engine that "auto" means on this machine.
 
-    That is vLLM on a GPU and OpenVINO on a CPU, as far as they are installed, else transformers.
+    That is OpenVINO on a CPU, as far as it is installed and reads the target, else transformers.
     """
     if name != "auto":
         return name
     import torch
 
-    if torch.cuda.is_available():
-        return "vllm" if is_installed("vllm") else "transformers"
-    is_known = source.adapter is None and (source.gguf_file or _openvino_folder(source))
-    return "openvino" if is_known and is_installed("openvino") else "transformers"
+    is_known = source.adapter is None and source.gguf_file
+    on_cpu = not torch.cuda.is_available()
+    return "openvino" if on_cpu and is_known and is_installed() else "transformers"
 
 
 def open_engine(name: str, source: Source, precision: str, batch_size: int) -> AnswerEngine:
-    """Loads the target in the engine called `name`, which is installed.
+    """Loads the target in the engine called `name`, openvino (installed) or transformers.
 
     Raises UserError if the engine cannot run the target.
     """
     if name == "openvino":
         return OpenVINOEngine(source, precision, batch_size)
-    if name == "vllm":
-        return VLLMEngine(source, precision, batch_size)
     return TransformersEngine(source, precision)
 
 
@@ -170,7 +167,7 @@ class TransformersEngine:
                 generation_config=config,
                 stopping_criteria=transformers.StoppingCriteriaList([counted]),
             )
-        return [_until_end(row, params.end_ids) for row in out_BT[:, width:].tolist()]
+        return [until_end(row, params.end_ids) for row in out_BT[:, width:].tolist()]
 
 
 class _Counter:
@@ -200,7 +197,7 @@ class _Counter:
 class OpenVINOEngine:
     """OpenVINO GenAI's continuous batching, on the CPU.
 
-    It reads a GGUF file, or a folder exported by optimum-intel (`openvino_model.xml`).
+    It reads a GGUF file.
     """
 
     name = "openvino"
@@ -222,32 +219,21 @@ class OpenVINOEngine:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_seqs = batch_size
 
-        def load(path: Path) -> Any:
+        if source.adapter is not None or not source.gguf_file:
+            raise UserError(
+                f"got {source.name}, expected a GGUF file: choose engine transformers, or --server"
+            )
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            copy = Path(folder) / "target.gguf"
+            # OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which changes every
+            # greedy answer of the demo; float16 keeps 11 bits of a weight
+            write_gguf(source.path / source.gguf_file, copy, "F16")
             try:
-                return openvino_genai.ContinuousBatchingPipeline(
-                    str(path), scheduler, "CPU", properties
+                self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+                    str(copy), scheduler, "CPU", properties
                 )
             except RuntimeError as error:
-                reason = brief(error)
-                raise UserError(f"OpenVINO cannot load {source.name}: {reason}") from error
-
-        if source.adapter is not None:
-            raise UserError(f"got the adapter {source.name}: choose engine transformers")
-        if source.gguf_file:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                copy = Path(folder) / "target.gguf"
-                # OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which changes
-                # every greedy answer of the demo; float16 keeps 11 bits of a weight
-                write_gguf(source.path / source.gguf_file, copy, "F16")
-                self.pipeline = load(copy)
-        elif _openvino_folder(source):
-            self.pipeline = load(source.path)
-        else:
-            raise UserError(
-                f"got {source.name}, expected a GGUF file or a folder with openvino_model.xml: "
-                "make one with optimum-intel (optimum-cli export openvino), or choose engine "
-                "transformers"
-            )
+                raise UserError(f"OpenVINO cannot load {source.name}: {brief(error)}") from error
 
     def generate(
         self,
@@ -285,63 +271,7 @@ class OpenVINOEngine:
                     answer += (part for out in handle.read().values() for part in out.generated_ids)
             num_ended = sum(handle.get_status().name != "RUNNING" for handle in handles)
             on_tokens(num_ended, sum(map(len, answers)))
-        return [_until_end(answer, params.end_ids) for answer in answers]
-
-
-class VLLMEngine:
-    """vLLM's continuous batching, on a GPU."""
-
-    name = "vllm"
-
-    def __init__(self, source: Source, precision: str, batch_size: int) -> None:
-        import vllm
-
-        dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
-        from spec_export.model import target
-
-        target.require_supported(source)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path = str(target.local_folder(source))
-            if source.gguf_file or source.adapter:
-                path = folder
-                save_dequantized(source, Path(folder))
-            self.llm = vllm.LLM(
-                model=path, dtype=dtype, max_num_seqs=batch_size, trust_remote_code=False
-            )
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: GenerationParams,
-        on_tokens: OnTokens = unheard,
-    ) -> list[list[int]]:
-        import vllm
-
-        sampling = [
-            vllm.SamplingParams(
-                max_tokens=params.max_new_tokens,
-                temperature=params.temperature_of(row),
-                top_k=params.top_k or -1,
-                seed=params.seed + row,
-                stop_token_ids=list(params.end_ids),
-                detokenize=False,
-            )
-            for row in range(len(prompts))
-        ]
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = self.llm.generate(inputs, sampling, use_tqdm=False)
-        return [_until_end(list(r.outputs[0].token_ids), params.end_ids) for r in results]
-
-
-def save_dequantized(source: Source, folder: Path) -> None:
-    """Writes a GGUF target, or an adapter with its base, as a Hugging Face folder in float32.
-
-    The dequantised weights are the target; an engine's own 4-bit kernels would round them again.
-    """
-    from spec_export.model import target
-
-    model, tokenizer = target.load(source)
-    target.save(model, tokenizer, folder)
+        return [until_end(answer, params.end_ids) for answer in answers]
 
 
 def write_gguf(source: Path, destination: Path, kind: str) -> None:
@@ -380,11 +310,7 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
     writer.close()
 
 
-def _openvino_folder(source: Source) -> bool:
-    return source.kind == "folder" and (source.path / "openvino_model.xml").is_file()
-
-
-def _until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
+def until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
     """Returns the ids up to and with the first end id."""
     for position, token in enumerate(ids):
         if token in end_ids:

@@ -70,7 +70,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {
     "prompt_logprobs": "/v1/completions with 'echo' and 'logprobs'",
     "echo": "/v1/completions",
-    "return_token_ids": "/tokenize",
+    "return_token_ids": "/v1/completions",
     "continue_final_message": "/v1/messages, whose last message may begin the answer",
 }
 

@@ -260,7 +260,8 @@ class Service:
             is_short = body.scores_prompts and body.most_tokens(room) < 2
             return undrafted(lane) if is_short else make_engine(lane)
 
-        writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
+        with_ids = bool(body.return_token_ids)
+        writer = CompletionWriter(self.settings.name, self._texts(body), echoes, with_ids)
         reply = ChoicesReply(writer, body.stream_options, len(prompts))
         is_stream = bool(body.stream)
         return await self._answer(request, prepare, reply, is_stream, len(prompts), observe)

@@ -8,7 +8,10 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from spec_export.cli import main  # noqa: E402
 from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
 from spec_export.distill import config as distill_config  # noqa: E402
 from spec_export.distill import engines as distill_engines  # noqa: E402
+from spec_export.distill import server as distill_server  # noqa: E402 (needs torch)
 from spec_export.distill.answers import DistillConfig, DistillResult  # noqa: E402
 from spec_export.distill.engines import GenerationParams  # noqa: E402
 from spec_export.model import target  # noqa: E402 (needs torch)
@@ -258,6 +262,8 @@ def test_no_prompt_ended_is_an_error(
         ("temperature", (0.0, float("nan"))),
         ("engine", "llama"),
         ("precision", "int8"),
+        ("server", "localhost:8000"),
+        *(("shard", shard) for shard in ("0/2", "3/2", "1", "a/b")),
     ],
 )
 def test_bad_settings(tmp_path: Path, field: str, value: Any) -> None:
@@ -270,11 +276,10 @@ def test_missing_engine_is_one_line(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (distill_config, distill_engines):
-        monkeypatch.setattr(module, "is_installed", lambda engine: False)
-    for engine in ("openvino", "vllm"):
-        with pytest.raises(UserError, match=f"engine {engine} is not installed") as caught:
-            distill.run(config(model, tmp_path / "out.jsonl", engine=engine))
-        assert "\n" not in str(caught.value)
+        monkeypatch.setattr(module, "is_installed", lambda: False)
+    with pytest.raises(UserError, match="engine openvino is not installed") as caught:
+        distill.run(config(model, tmp_path / "out.jsonl", engine="openvino"))
+    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
     assert distill_engines.choose("auto", target.resolve(model)) == "transformers"
 
@@ -295,17 +300,6 @@ def test_sampling_is_seeded_cut_and_leaves_the_global_generator(model: str) -> N
     greedy = engine.generate([[5, 6]], GenerationParams(8, 0.0, 0, 0, (1,)))
     assert engine.generate([[5, 6]], GenerationParams(8, 1.0, 1, 9, (1,))) == greedy
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_dequantized_gguf_is_the_same_model(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "q4.gguf")
-    source = target.resolve(str(tmp_path / "q4.gguf"))
-    distill_engines.save_dequantized(source, tmp_path / "folder")
-    network, tokenizer = target.load(source)
-    saved, saved_tokenizer = target.load(target.resolve(str(tmp_path / "folder")))
-    ids = torch.arange(3, 40)[None]
-    assert torch.equal(network(ids).logits, saved(ids).logits)
-    assert data.chat_affixes(saved_tokenizer) == data.chat_affixes(tokenizer)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("F32", 0.0), ("F16", 2**-11), ("Q8_0", 1 / 220)])
@@ -406,32 +400,6 @@ def test_a_prompt_that_does_not_fit_is_skipped_and_counted(model: str, tmp_path:
     given["prompts"] = prompts_file(tmp_path, "x" * 300)
     with pytest.raises(UserError, match=r"every prompt of .* is longer than the"):
         distill.run(config(model, tmp_path / "none.jsonl", **given))
-
-
-def test_a_mended_prompts_file_goes_on(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts after those that are answered may change; the file ends as if they always had."""
-    texts = [f"say {i}" for i in range(7)]
-    given: dict[str, Any] = {"num_prompts": None, "batch_size": 2}
-    mended = [*texts[:4], "short", *texts[5:], "more"]
-    whole = config(model, tmp_path / "a.jsonl", prompts=prompts_file(tmp_path, *mended), **given)
-    distill.run(whole)
-    prompts = prompts_file(tmp_path, *texts[:4], "x" * 300)
-    part = config(model, tmp_path / "b.jsonl", prompts=prompts, **given)
-    run_until_interrupted(part, 1, monkeypatch)
-    distill.run(part)
-    assert len(read(part.out)) == 4
-    prompts_file(tmp_path, *texts)  # a file that has grown
-    assert distill.run(part).rows == 7
-    prompts_file(tmp_path, *mended)
-    with pytest.raises(UserError, match="others among the 6 that are answered"):
-        distill.run(part)
-    prompts_file(tmp_path, *texts[:6], "other", "more")
-    assert distill.run(part).rows == 8
-    expected = [make_tokenizer().encode(text) for text in (*texts[:6], "other", "more")]
-    assert [row["prompt"] for row in read(part.out)] == expected
-    assert read(whole.out)[:4] == read(part.out)[:4]
 
 
 @pytest.mark.parametrize(
@@ -691,3 +659,148 @@ def test_the_command_takes_several_temperatures(model: str, tmp_path: Path, run:
     assert "got '0,warm', expected a number, or several" in err
     assert run(*command, "--temperature", "0.5,1", "--turns", "2", main=main)[0] == 0
     assert {row["temperature"] for row in read(tmp_path / "out.jsonl")} == {0.5, 1.0}
+
+
+# ---- answers of a server, shards ----
+
+
+class AnswerServer(ThreadingHTTPServer):
+    """Answers /v1/completions with an engine, as vLLM does (`with_ids`) or with texts alone.
+
+    `failures` come before the answers: a status each, None for a connection that breaks off, or 0
+    for an answer that does.
+    """
+
+    def __init__(self, engine: Any, *failures: int | None, with_ids: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), AnswerHandler)
+        self.engine, self.failures, self.with_ids = engine, list(failures), with_ids
+        self.turn, self.asked, self.keys = Lock(), list[dict[str, Any]](), set[str | None]()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        Thread(target=self.serve_forever, daemon=True).start()
+
+
+class AnswerHandler(BaseHTTPRequestHandler):
+    server: AnswerServer
+
+    def do_GET(self) -> None:
+        self._reply(200, {"data": [{"id": "its-name"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.turn:
+            if self.server.failures:
+                status = self.server.failures.pop(0)
+                return self._reply(status, {"error": "no\nidea"}) if status else None
+            self.server.asked.append(body)
+            self.server.keys.add(self.headers["Authorization"])
+            ends, top_k = tuple(body["stop_token_ids"]), max(0, body["top_k"])
+            params = GenerationParams(
+                body["max_tokens"], body["temperature"], top_k, body["seed"], ends
+            )
+            (ids,) = self.server.engine.generate([body["prompt"]], params)
+        text = make_tokenizer().decode([i for i in ids if i not in ends])
+        choice: dict[str, Any] = {"text": text}
+        choice["finish_reason"] = "stop" if ids[-1] in ends else "length"
+        self._reply(
+            200, {"choices": [choice | ({"token_ids": ids} if self.server.with_ids else {})]}
+        )
+
+    def _reply(self, status: int, body: Any) -> None:
+        self.send_response(status or 200)
+        if not status:
+            self.send_header("Content-Length", "99")
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Writes nothing."""
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets requests be tried again without waiting, three times at most."""
+    monkeypatch.setattr(distill_server, "PAUSES", (0.0,) * 3)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_server_gives_the_answers_of_the_target(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_ids: bool
+) -> None:
+    """Rows are those of its engine, through failures, and none needs the target's weights here."""
+    server = AnswerServer(Chatty(), 503, None, 0, with_ids=with_ids)
+    more = {"turns": 2, "temperature": (0.0, 0.7)}
+    monkeypatch.setenv("OPENAI_API_KEY", "its-key")
+    said = Said()
+    asked = distill.run(config(model, tmp_path / "a", server=f"{server.url}/v1/", **more), said)
+    assert (asked.engine, server.keys) == ("server", {"Bearer its-key"})
+    assert f"asking its-name at {server.url}" in said.text
+    assert {body["seed"] for body in server.asked} != {server.asked[0]["seed"]}
+    use_engine(monkeypatch, Chatty())
+    here = distill.run(config(model, tmp_path / "b", **more))
+    assert read(asked.out) == read(here.out)
+    part = config(model, tmp_path / "c", **more, num_prompts=3, server=server.url)
+    distill.run(part)
+    server.shutdown()
+    other = AnswerServer(Chatty(), with_ids=with_ids)  # another address goes on with the file
+    distill.run(replace(part, num_prompts=10, server=other.url))
+    assert read(part.out) == read(here.out)
+    other.shutdown()
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("failures", "message"),
+    [
+        ([400], r"/v1/completions: 400 .*no\\nidea.*, expected an answer"),
+        ([503] * 40, r"/v1/completions: 503 "),
+        ([None] * 40, r"/v1/completions: .*, expected an answer"),
+        ([200], r"got \{'error': .*\}, expected an answer's text"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_one_line(
+    model: str, tmp_path: Path, failures: list[int | None], message: str
+) -> None:
+    server = AnswerServer(Chatty(), *failures)
+    settings = config(model, tmp_path / "out.jsonl", server=server.url, batch_size=1)
+    with pytest.raises(UserError, match=message) as caught:
+        distill.run(settings)
+    assert (caught.value.param, "\n" in str(caught.value)) == ("server", False)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(UserError, match=r"/v1/models: .*refused.*, expected an answer"):
+        distill.run(settings)
+
+
+@pytest.mark.usefixtures("chatty")
+@pytest.mark.parametrize("from_file", [True, False])
+def test_shards_are_written_apart_and_joined(model: str, tmp_path: Path, from_file: bool) -> None:
+    prompts = prompts_file(tmp_path, *(f"say {i}" for i in range(10))) if from_file else None
+    parts = [tmp_path / f"{i}.jsonl" for i in range(3)]
+    shards = [
+        config(model, out, prompts=prompts, shard=f"{i + 1}/3") for i, out in enumerate(parts)
+    ]
+    sizes = [distill.run(shard).rows for shard in shards]
+    assert sizes == [3, 3, 4]
+    joined = distill.merge([parts[2], parts[0], parts[1]], tmp_path / "all.jsonl")
+    assert joined.out.read_bytes() == b"".join(part.read_bytes() for part in parts)
+    rows = read(joined.out)
+    assert len({json.dumps(row["prompt"]) for row in rows}) == joined.rows == 10
+    assert joined.answer_tokens == sum(len(row["response"]) for row in rows)
+    data.require_target([joined.out], "tiny", target.fingerprint(target.resolve(model)))
+    assert distill.run(config(model, joined.out, prompts=prompts)).new_tokens == 0, "is whole"
+
+    def refused(message: str, *given: Path, out: str = "other.jsonl") -> None:
+        with pytest.raises(UserError, match=message):
+            distill.merge(given, tmp_path / out)
+        assert not (tmp_path / "other.jsonl").exists()
+
+    refused(r"got shard 1/3, 2/3 in 2 files, expected 1/2, 2/2", *parts[:2])
+    refused(r"got shard 1/3, 2/3 in 3 files", parts[0], parts[0], parts[1])
+    refused("exists: remove it", *parts, out="all.jsonl")
+    with parts[1].open("a") as file:
+        file.write("{}\n")
+    refused(r"1\.jsonl is not finished: distill its shard 2/3", *parts)
+    parts[1].unlink()
+    distill.run(replace(shards[1], max_new_tokens=9, resume=False))
+    refused("1.jsonl was written with another max_new_tokens than", *parts)

@@ -232,6 +232,16 @@ def test_a_prompt_may_be_token_ids_and_is_echoed(client: Any) -> None:
     assert "".join(part["choices"][0]["text"] for part in parts) == "hello" + text
 
 
+def test_the_answers_ids_are_returned(client: Any) -> None:
+    """As vLLM returns them: whole and in the chunks of a stream, none left out."""
+    body = {**BODY, "return_token_ids": True}
+    whole = choice_of(client, COMPLETIONS, **body)
+    assert toy_engine().tokenizer.decode(whole["token_ids"]) == whole["text"] != ""
+    parts = [part["choices"][0]["token_ids"] for part in stream(client, COMPLETIONS, **body)[:-1]]
+    assert sum(parts, []) == whole["token_ids"]
+    assert "token_ids" not in choice_of(client, COMPLETIONS, **BODY)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_ids_that_are_no_tokens_are_refused_before_they_are_echoed(
     client: Any, monkeypatch: pytest.MonkeyPatch, is_stream: bool

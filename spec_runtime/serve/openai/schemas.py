@@ -314,6 +314,7 @@ class CompletionRequest(_Request):
     prompt: str | List[str] | Ids | List[Ids]
     add_special_tokens: Flag | None = None  # BOS before texts, where the tokenizer adds it
     echo: Flag | None = None
+    return_token_ids: Flag | None = None
     logprobs: Annotated[Whole, Ge(0), Le(MAX_COMPLETION_LOGPROBS)] | None = None
     best_of: Whole | None = None
     suffix: None = None

@@ -135,12 +135,16 @@ def _begun_call() -> Object:
 
 class CompletionWriter:
     """Writes choices of /v1/completions; `echoes` are the prompts that go before the texts, by
-    choice, or None. With them go their tokens, where the answers' tokens are shown."""
+    choice, or None. With them go their tokens, where the answers' tokens are shown. `with_ids` adds
+    the answers' token ids, the end's among them, as vLLM writes them."""
 
-    def __init__(self, model: str, texts: TokenTexts, echoes: list[Echo] | None) -> None:
+    def __init__(
+        self, model: str, texts: TokenTexts, echoes: list[Echo] | None, with_ids: bool = False
+    ) -> None:
         self.heading = Heading("cmpl", "text_completion", "text_completion", model)
         self._texts = texts
         self._echoes = echoes
+        self._with_ids = with_ids
         self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk, form: AnswerForm) -> Iterator[Object]:
@@ -149,16 +153,17 @@ class CompletionWriter:
         has_prompt = is_first and self._echoes is not None and chunk.logprobs is not None
         asked = shown if shown or has_prompt else None
         text, logprobs = self._written(index, chunk.text, asked, is_first)
-        if text or logprobs or chunk.result is not None:
+        ids = chunk.token_ids if self._with_ids else ()
+        if text or logprobs or ids or chunk.result is not None:
             reason = None if chunk.result is None else finish_reason(chunk.result)
-            yield self._choice(index, text, logprobs, reason)
+            yield self._choice(index, text, logprobs, reason, ids)
 
     def whole(self, index: int, result: GenerationResult) -> Object:
         shown = None
         if result.logprobs is not None:
             shown = self._texts.tokens_of_choice().take(whole_chunk(result))
         text, logprobs = self._written(index, result.text, shown, is_first=True)
-        return self._choice(index, text, logprobs, finish_reason(result))
+        return self._choice(index, text, logprobs, finish_reason(result), result.token_ids)
 
     def _written(
         self, index: int, text: str, shown: list[tuple[TokenLogprob, int]] | None, is_first: bool
@@ -172,5 +177,8 @@ class CompletionWriter:
             logprobs = {key: [*prompt[key], *values] for key, values in logprobs.items()}
         return (echo.text if is_first else "") + text, logprobs
 
-    def _choice(self, index: int, text: str, logprobs: Object | None, reason: str | None) -> Object:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(
+        self, index: int, text: str, logprobs: Object | None, reason: str | None, ids: Sequence[int]
+    ) -> Object:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, "token_ids": list(ids)} if self._with_ids else choice

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spec_export.distill.engines import save_dequantized, write_gguf
+from spec_export.distill.engines import write_gguf
 from spec_export.model import target
 from tools.measure.rivals.environments import GENAI, OPENVINO, RivalError, run
 
@@ -30,7 +30,7 @@ class TargetFiles:
         out = self._folder / "float32"
         if not out.is_dir():
             with self._made(out) as folder:
-                save_dequantized(self.source, folder)
+                target.save(*target.load(self.source), folder)
                 _name_rope_theta(folder / "config.json")
         return out
 
