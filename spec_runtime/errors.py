@@ -66,6 +66,21 @@ class UnknownDrafterError(UserError):
         self.known = tuple(known)
 
 
+class OutOfMemoryError(UserError):
+    """Says that memory ended, on the device or the host; code "out_of_memory"."""
+
+    def __init__(self, what: str, reason: object) -> None:
+        super().__init__(
+            f"got no memory {what} ({reason}): end other programs there, decode fewer answers "
+            "together (--parallel), take a shorter --context, or a bundle of smaller precision",
+            code="out_of_memory",
+        )
+
+
+class DeviceLostError(RuntimeError):
+    """Says that a GPU's context is broken: every further call of this process there fails."""
+
+
 class UnsupportedModelError(UserError):
     """Says why a checkpoint's model cannot be exported; code "unsupported_model"."""
 

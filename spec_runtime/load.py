@@ -12,7 +12,7 @@ from spec_runtime import backends
 from spec_runtime.backends import Runtime
 from spec_runtime.batch.batch import Batch
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.bundle.memory import buffer_bytes
+from spec_runtime.bundle.memory import available_bytes, buffer_bytes
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.machine import warn_of_threads
@@ -239,6 +239,13 @@ class DrafterOpener:
         opened = opener.open(name, bool(merged))._replace(budget=engine.budget)
         kept_bytes = _kept_bytes(self._bundle, target, self._options.kept_mb)
         return Engine(target, engine.tokenizer, opened, opener, kept_bytes, engine)
+
+    def free_bytes(self) -> int:
+        """Returns how much memory there is for the caches of lanes, where these lie."""
+        backend = self._target.lend()[0]
+        if isinstance(backend, backends.DeviceBackend):
+            return backend.free_bytes
+        return available_bytes()
 
     def lane_bytes(self, drafter: str) -> int:
         """Returns the bytes of the caches that a lane with this drafter has."""

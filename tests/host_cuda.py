@@ -47,7 +47,7 @@ class HostCuda:
     )
 
     def __init__(self, capability: str | None = CAPABILITY) -> None:
-        self.capability, self.is_full = capability, False
+        self.capability, self.is_full, self.free_bytes = capability, False, 1 << 40
         self.memory: dict[int, tuple[str, Any]] = {}
         self.counts: Counter[str] = Counter()
         self.bound: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
@@ -89,6 +89,9 @@ class HostCuda:
     def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
         self.queues[stream := len(self.queues) + 1] = []
         return 0, stream
+
+    def cudaMemGetInfo(self) -> tuple[int, int, int]:
+        return 0, self.free_bytes, 1 << 40
 
     def cudaMalloc(self, num_bytes: int) -> tuple[int, int]:
         return self._allocate(DEVICE, num_bytes)

@@ -66,34 +66,15 @@ class Engine:
     def create_runtime_config(self) -> "IRuntimeConfig":
         return IRuntimeConfig()
 
-    def create_execution_context(
-        self, strategy: str | None = None, *, runtime_config: "IRuntimeConfig | None" = None
-    ) -> "Context":
-        chosen = strategy if runtime_config is None else runtime_config.strategy
-        assert chosen == "user managed", "a built-in allocation cannot be captured"
+    def create_execution_context(self, *, runtime_config: "IRuntimeConfig") -> "Context":
+        assert runtime_config.strategy == "user managed", "a built-in one cannot be captured"
         return Context(self, runtime_config)
-
-
-class IRuntimeCache:
-    """A cache of compiled kernels, one for each set of shapes."""
-
-    def __init__(self) -> None:
-        self.kernels: set[str] = set()
-
-    def serialize(self) -> memoryview:
-        return memoryview("\n".join(["kernels", *sorted(self.kernels)]).encode())
-
-    def deserialize(self, blob: bytes) -> bool:
-        first, *kernels = blob.decode().split("\n")
-        self.kernels |= set(kernels)
-        return first == "kernels"
 
 
 class IRuntimeConfig:
     """A configuration of contexts."""
 
     def __init__(self) -> None:
-        self.cache = IRuntimeCache()
         self.strategy = "static"
         self.cuda_graph_strategy = "whole graph"
         self.dynamic_shapes_kernel_specialization_strategy = "lazy"
@@ -101,18 +82,11 @@ class IRuntimeConfig:
     def set_execution_context_allocation_strategy(self, strategy: str) -> None:
         self.strategy = strategy
 
-    def create_runtime_cache(self) -> IRuntimeCache:
-        return IRuntimeCache()
-
-    def set_runtime_cache(self, cache: IRuntimeCache) -> bool:
-        self.cache = cache
-        return True
-
 
 class Context:
     """An execution context. A graph captured from it holds until it is changed."""
 
-    def __init__(self, engine: Engine, config: IRuntimeConfig | None) -> None:
+    def __init__(self, engine: Engine, config: IRuntimeConfig) -> None:
         self.engine, self._config = engine, config
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -151,8 +125,9 @@ class Context:
             if spec.name.startswith("kv."):
                 assert addresses[spec.name] == addresses[f"{spec.name}.out"], "not in place"
                 shapes[spec.name] = tuple(int(size) for size in spec.shape)
-        if self._config is not None:
-            self._compile(self._config, shapes)
+        assert self._config.cuda_graph_strategy == "disabled", "a capture in a capture"
+        strategy = self._config.dynamic_shapes_kernel_specialization_strategy
+        assert strategy == "eager", "captures general kernels"
         cuda.counts["enqueued"] += cuda.recorded is None
         names = [output.name for output in engine.session.get_outputs()]
 
@@ -169,15 +144,6 @@ class Context:
 
         cuda.put(stream, work)
         return True
-
-    def _compile(self, config: IRuntimeConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Compiles the kernels of these shapes, if that is not done yet."""
-        assert config.cuda_graph_strategy == "disabled", "a capture in a capture"
-        strategy = config.dynamic_shapes_kernel_specialization_strategy
-        assert strategy == "eager", "captures general kernels"
-        kernel = f"{self._profile} {sorted(shapes.items())}"
-        self.engine.cuda.counts["compiled"] += kernel not in config.cache.kernels
-        config.cache.kernels.add(kernel)
 
 
 def tensorrt() -> TensorRT:

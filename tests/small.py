@@ -154,6 +154,9 @@ class ToyOpener:
     def lane_bytes(self, drafter: str) -> int:
         return 0
 
+    def free_bytes(self) -> int:
+        return 0
+
     def open_passes(self) -> None:
         """Returns None: each lane runs by itself."""
 

@@ -186,9 +186,11 @@ def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(runs: Runs, name: str)
         assert [kind for kind, _ in (*calls.copies, *calls.captured_copies)].count("H2D") == 1
 
 
-def test_a_graph_that_cannot_be_captured_is_warned_of(runs: Runs) -> None:
-    (warning,) = runs.warnings
-    assert warning.startswith("pad.onnx runs without CUDA graphs: ")
+def test_what_is_not_captured_is_warned_of(runs: Runs) -> None:
+    """A graph that cannot be, and, once, runs beyond the limit."""
+    pad, limit = runs.warnings
+    assert pad.startswith("pad.onnx runs without CUDA graphs: ")
+    assert limit.startswith("2 CUDA graphs are captured, and further shapes run without")
 
 
 def test_settings_follow_from_attention_and_graphs(runs: Runs) -> None:

@@ -56,7 +56,7 @@ class GraphWriter:
                 # CUDA's GroupQueryAttention takes no sinks beside a bias. The target comes first,
                 # so that all graphs of the bundle are alike.
                 self.attention = "full_buffer"
-            to_slots(model, self.attention)
+            to_slots(model, self.attention, by_value=options.device == "cuda")
         if add_banks is not None and options.has_banks:
             add_banks(model)
         if options.backend == "tensorrt":

@@ -90,7 +90,7 @@ BuildBackend = Annotated[
     Backend,
     typer.Option(
         "--backend",
-        help="tensorrt adds TensorRT plans, in fp16, bf16 or fp32",
+        help="tensorrt adds TensorRT plans, in fp16, bf16 or fp32: built, never executed",
         rich_help_panel=MACHINE,
     ),
 ]

@@ -1,13 +1,10 @@
-(
-    ""
-    """Makes GPU outputs: argmax, largest logits, and buffers that stay on the device ("banks").
+"""Makes GPU outputs: argmax, largest logits, and buffers that stay on the device ("banks").
 
 They keep the number of values small that are copied to the host. A bank is a buffer [R, W] of
 rows. One graph writes rows in place; others, or the next run of the same graph, read them. Features
 of the target lie in banks by the slot of their KV row (R = S), states and hidden rows of a drafter
 by node.
 """
-)
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,11 +92,12 @@ def write_banks(
 
     The bank is the input `bank.X` [num_rows, W] and comes out as `bank.X.out`; if X itself ends in
     `.out`, that ending is dropped from the bank's name. The input called `rows`, i64[N], says which
-    rows are written; it is added if the graph has none.
+    rows are written; it is added if the graph has none. Values are indexed as in `to_slots`.
     """
     graph, edit = model.graph, GraphEditor(model, "banks")
     inputs = {value.name: value for value in graph.inputs}
     values = {value.name: value for value in graph.outputs}
+    places: dict[int, ir.Value] = {}  # by width
     for output in outputs:
         value, name = values[output], f"{BANK}{output.removesuffix('.out')}"
         assert value.shape is not None, output
@@ -107,8 +105,10 @@ def write_banks(
             inputs[rows] = edit.add_input(rows, ir.DataType.INT64, [value.shape[0]])
         bank = inputs.get(name) or _add_bank(edit, name, value, num_rows)
         before = list(graph)[-1]
-        (index,) = edit.add(before, "Unsqueeze", [inputs[rows], edit.constant(np.array([1]))])
-        (written,) = edit.add(before, "ScatterND", [bank, index, value])
+        width = fixed_size(value, 1)
+        if width not in places:
+            places[width] = edit.places(before, inputs[rows], (1, width), (0, 1), axis=0)
+        (written,) = edit.add(before, "ScatterND", [bank, places[width], value])
         written.name, written.shape, written.type = f"{name}.out", bank.shape, bank.type
         graph.outputs.append(written)
     graph.sort()

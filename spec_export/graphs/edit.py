@@ -80,6 +80,22 @@ class GraphEditor:
             self.graph.insert_before(before, node)
         return list(node.outputs)
 
+    def places(
+        self, before: ir.Node, rows: ir.Value, shape: Sequence[int], order: Sequence[int], axis: int
+    ) -> ir.Value:
+        """Inserts what makes of `rows` i64[N] an index for ScatterND, i64[*shape, C], with N in
+        place of `shape[axis]`; returns it.
+
+        Component c counts along the axis `order[c]`, and is the row where that is `axis`. Example:
+        with rows [7, 3], shape (1, 2), order (0, 1) and axis 0 it is
+        [[(7, 0), (7, 1)], [(3, 0), (3, 1)]].
+        """
+        column_shape = np.where(np.arange(len(shape) + 1) == axis, -1, 1)
+        column = self.add(before, "Reshape", [rows, self.constant(column_shape)])
+        counted = self.constant(np.moveaxis(np.indices(shape)[list(order)], 0, -1))
+        is_row = self.constant(np.equal(order, axis))
+        return self.add(before, "Where", [is_row, *column, counted])[0]
+
     def replace(self, old: ir.Value, new: ir.Value) -> None:
         """Makes every reader of `old`, graph outputs included, read `new`.
 

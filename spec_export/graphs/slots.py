@@ -1,6 +1,6 @@
 """Rewrites a traced graph (contiguous form) into the slots form that ONNX Runtime runs.
 
-In each layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of ATTENTIONS, see
+In each layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of two, see
 `to_slots`. No KV row is ever moved. Two more changes make a step cheaper: activations stay
 [1, N, D], so that no reshape stands between layers, and Add + RMSNormalization become one node. The
 patterns looked for are those that a trace of model/decoder.py leaves.
@@ -24,17 +24,15 @@ from spec_export.graphs.edit import (
     remove_dead,
 )
 from spec_export.model.config import POSITIONS
-from spec_runtime.bundle.manifest import ATTENTIONS as ATTENTIONS
 from spec_runtime.bundle.manifest import is_feature
-from spec_runtime.errors import UserError
 
 
-def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
+def to_slots(model: ir.Model, attention: str = "bias", by_value: bool = False) -> ir.Model:
     """Rewrites `model` in place from the contiguous to the slots form and returns it.
 
     The inputs write_index, src and perm go; `slots` i64[N] comes, with "bias" `seqlens_k` i32[1],
     and where layers have sliding windows the cache `kv.positions`, see `_windows_by_position`.
-    `attention` is one of ATTENTIONS:
+    `attention` is one of manifest.ATTENTIONS:
 
     - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
       empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
@@ -47,16 +45,13 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       Runtime's AttentionBackend::MATH) keeps it off for one session, and backends/session.py sets
       it for such a graph.
 
-    Raises UserError for an unknown `attention`.
+    `by_value` gives ScatterND an index for each value in place of each row: CUDA's copies what an
+    index stands for with one thread, value after value. On a CPU an index a row is quicker.
     """
-    if attention not in ATTENTIONS:
-        raise UserError(f"got attention {attention!r}, expected one of {', '.join(ATTENTIONS)}")
     graph, edit = model.graph, GraphEditor(model, "slots")
     model.opset_imports[MS] = 1
     inputs = {value.name: value for value in graph.inputs}
-    slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
-    seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])
-    shared = _SharedValues(edit, next(iter(graph)), slots, seqlens, inputs["mask"])
+    shared = _SharedValues(edit, inputs["mask"], by_value)
     for node in [node for node in graph if node.op_type == "Attention"]:
         _rewrite_attention(edit, node, attention, shared)
     for node in [node for node in graph if node.op_type == "TensorScatter"]:
@@ -68,8 +63,8 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     for name in ("write_index", "src", "perm"):
         graph.inputs.remove(inputs[name])
     remove_dead(graph)
-    if not seqlens.uses():
-        graph.inputs.remove(seqlens)
+    if not shared.seqlens.uses():
+        graph.inputs.remove(shared.seqlens)
     graph.sort()
     return model
 
@@ -81,18 +76,19 @@ def has_sinks(graph: ir.Graph) -> bool:
 
 
 class _SharedValues:
-    """Makes the values that several layers read, each once, before `first`, the graph's first node.
+    """Makes the values that several layers read, each once, before `first`, the graph's first node,
+    and the inputs `slots` and `seqlens_k`.
 
     Layers may have masks of their own; each has its bias.
     """
 
-    def __init__(
-        self, edit: GraphEditor, first: ir.Node, slots: ir.Value, seqlens: ir.Value, mask: ir.Value
-    ) -> None:
-        """seqlens: the last slot in use, i32[1]. mask: the graph's input bool[1, 1, N, S]."""
-        self.edit, self.first, self.slots, self.seqlens = edit, first, slots, seqlens
-        (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
-        (self.width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
+    def __init__(self, edit: GraphEditor, mask: ir.Value, by_value: bool) -> None:
+        """mask: the graph's input bool[1, 1, N, S]. by_value: see `to_slots`."""
+        self.edit, self.by_value, self.first = edit, by_value, next(iter(edit.graph))
+        self.slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
+        self.seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])  # the last slot in use
+        (width,) = edit.add(self.first, "Shape", [mask], start=3, end=4)
+        (self.width,) = edit.add(self.first, "Cast", [width], to=ir.DataType.INT32.value)
         self._made: dict[tuple[Any, ...], ir.Value] = {}
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -121,23 +117,17 @@ class _SharedValues:
         return self.edit.add(before, "ScatterND", [past, self.indices(past), rows])[0]
 
     def indices(self, cache: ir.Value) -> ir.Value:
-        """Returns where new rows of a cache [1, G, S, Dh] go, for ScatterND, i64[1, N, G, 3].
+        """Returns where new rows of a cache [1, G, S, Dh] go, for ScatterND, i64[1, N, G, 3], or
+        by value i64[1, N, G, Dh, 4].
 
-        Row n of head g goes to (0, g, slots[n]).
+        Value d of row n of head g goes to (0, g, slots[n], d).
         """
-        G = fixed_size(cache, 1)
-        if ("indices", G) not in self._made:
-            edit = self.edit
-            shape = edit.constant(np.array([1, -1, 1, 1]))
-            (column,) = edit.add(self.first, "Reshape", [self.slots, shape])
-            batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
-            batch_and_head[..., 1] = np.arange(G)
-            last = edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))
-            (spread,) = edit.add(self.first, "Mul", [column, last])
-            (self._made["indices", G],) = edit.add(
-                self.first, "Add", [spread, edit.constant(batch_and_head)]
-            )
-        return self._made["indices", G]
+        sizes = (fixed_size(cache, 1), fixed_size(cache, 3))[: 1 + self.by_value]
+        if ("indices", sizes) not in self._made:
+            shape, order = (1, 1, *sizes), (0, 2, 1, 3)[: 2 + len(sizes)]
+            made = self.edit.places(self.first, self.slots, shape, order, axis=1)
+            self._made["indices", sizes] = made
+        return self._made["indices", sizes]
 
 
 class _LayerValues(NamedTuple):
@@ -179,8 +169,7 @@ def _attend_with_bias(
     inputs: list[ir.Value | None] = [layer.query, empty, empty, *caches]
     inputs += [shared.seqlens, shared.width, None, None, None, bias]
     if layer.sinks is not None:
-        flat = edit.constant(np.array([-1]))
-        inputs += edit.add(layer.node, "Reshape", [layer.sinks, flat])
+        inputs += edit.add(layer.node, "Reshape", [layer.sinks, edit.constant(np.array([-1]))])
     (mixed,) = edit.add(
         layer.node,
         "GroupQueryAttention",
@@ -209,8 +198,7 @@ def _attend_whole_buffers(
         mask = input_at(node, 3)
     (mixed,) = edit.add(node, "Attention", [q, *keys_values, mask], **layer.attributes)
     (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
-    flat = edit.constant(np.array([1, -1, H * Dh]))
-    return edit.add(node, "Reshape", [mixed, flat])[0]
+    return edit.add(node, "Reshape", [mixed, edit.constant(np.array([1, -1, H * Dh]))])[0]
 
 
 ATTEND = {"bias": _attend_with_bias, "full_buffer": _attend_whole_buffers}
@@ -232,7 +220,7 @@ def _rewrite_attention(
     flat = _Flat(edit, attention, fixed_size(past[0], 3))
     q = flat.value(input_at(attention, 0))
     new = tuple(flat.value(_new_rows(scatter)) for scatter in scatters)
-    H = flat.num_heads(input_at(attention, 0))
+    H = fixed_size(input_at(attention, 0), 1)
     layer = _LayerValues(attention, q, (new[0], new[1]), past, mask, H, sinks)
     caches = [
         shared.write(attention, past, new) for past, new in zip(layer.past, layer.new, strict=True)
@@ -252,8 +240,7 @@ def _rewrite_other_write(edit: GraphEditor, scatter: ir.Node, shared: _SharedVal
     cache = shared.write(scatter, past, _new_rows(scatter))
     edit.replace(scatter.outputs[0], cache)
     if past.name == POSITIONS:
-        readers = list(cache.uses())
-        for node, index in readers:
+        for node, index in list(cache.uses()):
             node.replace_input_with(index, shared.seen(cache))
 
 
@@ -307,10 +294,6 @@ class _Flat:
         self.edit, self.before, self.Dh = edit, before, Dh
         self._made: dict[ir.Value, ir.Value] = {}
 
-    def num_heads(self, value: ir.Value) -> int:
-        """Returns the number of heads of a value [1, heads, N, Dh]."""
-        return fixed_size(value, 1)
-
     def value(self, value: ir.Value) -> ir.Value:
         """Returns the value [1, heads, N, Dh] of the trace as [1, N, heads·Dh]."""
         if value not in self._made:
@@ -322,7 +305,7 @@ class _Flat:
 
     def _split(self, node: ir.Node) -> list[ir.Value]:
         whole = self.value(input_at(node, 0))
-        sizes = np.array([self.num_heads(part) * self.Dh for part in node.outputs])
+        sizes = np.array([fixed_size(part, 1) * self.Dh for part in node.outputs])
         inputs = [whole, self.edit.constant(sizes)]
         return self.edit.add(self.before, "Split", inputs, len(sizes), axis=-1)
 
@@ -335,7 +318,7 @@ class _Flat:
         return [input_at(producer(node.inputs[0], "Reshape"), 0)]
 
     def _rotary(self, node: ir.Node) -> list[ir.Value]:
-        x, heads = input_at(node, 0), self.num_heads(input_at(node, 0))
+        x, heads = input_at(node, 0), fixed_size(input_at(node, 0), 1)
         inputs = [self.value(x), *node.inputs[1:]]
         kept: dict[str, Any] = {"rotary_embedding_dim": 0}  # the whole head
         kept |= {name: value.as_int() for name, value in node.attributes.items()}
@@ -343,7 +326,7 @@ class _Flat:
 
     def _norm(self, node: ir.Node) -> list[ir.Value]:
         """Makes a norm over each head."""
-        edit, heads = self.edit, self.num_heads(input_at(node, 0))
+        edit, heads = self.edit, fixed_size(input_at(node, 0), 1)
         epsilon = node.attributes["epsilon"].as_float()
         cut = edit.constant(np.array([1, -1, heads, self.Dh]))
         (x,) = edit.add(self.before, "Reshape", [self.value(input_at(node, 0)), cut])

@@ -1,6 +1,6 @@
 """Builds TensorRT plans from a bundle's graphs, and names each by a hash of what shapes it.
 
-TensorRT-RTX (`tensorrt_rtx`) builds without a GPU; TensorRT proper builds for the GPU it runs on.
+TensorRT-RTX builds without a GPU, for any that it knows; no plan was ever executed.
 Networks are strongly typed: every tensor has the type that the graph gives it.
 """
 
@@ -24,9 +24,8 @@ from spec_runtime.backends.cuda.api import open_cuda
 from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt.api import DTYPES, TensorRT, import_tensorrt
-from spec_runtime.bundle.manifest import LANE, LANE_ROWS, Graph, Plan, TensorSpec, written_name
+from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec, written_name
 from spec_runtime.errors import UnsupportedModelError, UserError
-from spec_runtime.files.installed import install
 from spec_runtime.files.writing import sha256
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.proposers.rows import CHUNK_ROWS
@@ -144,10 +143,8 @@ class PlanBuilder:
     ) -> None:
         self._trt = import_tensorrt()
         self._previous = previous or {}
-        here = _gpu_here()
-        self.compute_capabilities = choose_capabilities(
-            self._trt, compute_capabilities or here, _known(self._trt, here)
-        )
+        wanted = compute_capabilities or _gpu_here()
+        self.compute_capabilities = choose_capabilities(self._trt, wanted, _known(self._trt))
 
     def add_plans(
         self, root: Path, name: str, graph: Graph, profiles: tuple[Profile, ...]
@@ -194,11 +191,6 @@ def choose_capabilities(
 
     Example: wanted ["8.0,8.9", "8.9"] gives ("8.0", "8.9").
     """
-    if not known:
-        raise UserError(
-            f"{trt.flavour} {trt.version} builds for the GPU it runs on, and there is none: build "
-            f"there, or run {install('tensorrt-rtx')}, whose TensorRT needs none"
-        )
     found = [part.strip() for entry in wanted for part in entry.split(",")]
     for capability in found:
         if capability not in known:
@@ -254,19 +246,14 @@ def build_plan(
     config.clear_flag(module.BuilderFlag.TF32)  # fp32 keeps all its bits
     # Otherwise x - x may become 0 for a NaN too, which `add_argmax` tells by that difference.
     config.set_flag(module.BuilderFlag.STRICT_NANS)
-    if trt.flavour == "tensorrt_rtx":
-        config.num_compute_capabilities = 1
-        number = compute_capability.replace(".", "")  # "8.9" is SM89
-        config.set_compute_capability(getattr(module.ComputeCapability, f"SM{number}"), 0)
-        # The runtime brings the memory, because capturing a CUDA graph needs that.
-        config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    config.num_compute_capabilities = 1
+    number = compute_capability.replace(".", "")  # "8.9" is SM89
+    config.set_compute_capability(getattr(module.ComputeCapability, f"SM{number}"), 0)
+    # The runtime brings the memory, because capturing a CUDA graph needs that.
+    config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
     for sizes in profiles:
         profile = builder.create_optimization_profile()
         for spec in graph.inputs:
-            if spec.name == LANE_ROWS:  # a tensor that shapes follow from: its values are bounded
-                by_lane = [three for axis, three in sizes.items() if axis.startswith(f"N{LANE}")]
-                profile.set_shape_input(spec.name, *zip(*by_lane, strict=True))
-                continue
             shapes = [
                 shape_of(spec, {axis: three[which] for axis, three in sizes.items()})
                 for which in range(3)
@@ -345,10 +332,8 @@ def _gpu_here() -> list[str]:
         return []
 
 
-def _known(trt: TensorRT, here: list[str]) -> list[str]:
+def _known(trt: TensorRT) -> list[str]:
     """Returns the compute capabilities that this TensorRT can build for, ascending."""
-    if trt.flavour == "tensorrt":
-        return here
     names = (
         re.fullmatch(r"SM(\d+)(\d)", name) for name in trt.module.ComputeCapability.__members__
     )

@@ -99,6 +99,11 @@ class DeviceBackend(ABC):
     @abstractmethod
     def bytes_to_host(self) -> int: ...
 
+    @property
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Returns how much of the device's memory nobody has."""
+
     @abstractmethod
     def has_output(self, name: str) -> bool: ...
 
@@ -157,7 +162,10 @@ class Runtime(Checked):
     """
 
     backend: Annotated[
-        str, Option("onnxruntime (on the CPU), cuda (ONNX Runtime's) or tensorrt")
+        str,
+        Option(
+            "onnxruntime (on the CPU), cuda (ONNX Runtime's) or tensorrt (built, never executed)"
+        ),
     ] = "onnxruntime"
     threads: Annotated[
         int | None, Ge(1), Option("CPU threads", unset="the cores this process may use")

@@ -22,7 +22,7 @@ from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle.manifest import BANK, BundleError, Graph, TensorSpec, written_name
 from spec_runtime.bundle.memory import buffer_shape
-from spec_runtime.errors import UserError
+from spec_runtime.errors import OutOfMemoryError, UserError
 from spec_runtime.files.installed import install, program
 from spec_runtime.files.machine import default_threads
 from spec_runtime.files.mapping import brief
@@ -53,6 +53,7 @@ EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's 
 CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 # Older int8 bundles share a zero point, which ONNX Runtime cannot convert twice.
 SHARED_ZERO_POINT = " on this CPU without VNNI, build the bundle again"
+NO_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "bad allocation")  # the same
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -113,6 +114,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
         if options.has_cuda_graphs and REFUSED_CAPTURE in str(error):
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
+        require_no_memory_error(f"to load {path.name}", error)
         raise BundleError(
             f"ONNX Runtime {ort.__version__} cannot load {path.name}"
             f"{SHARED_ZERO_POINT if 'AddInitializedOrtValue' in str(error) else ''}: {brief(error)}"
@@ -269,24 +271,35 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
 
 
 class NamingGraph:
-    """Turns what ONNX Runtime raises in a run into a BundleError that names the graph.
+    """Turns what ONNX Runtime raises in a run into a BundleError that names the graph, or into an
+    OutOfMemoryError; into a DeviceLostError where the device of `copies` is lost.
 
     A graph may fail on feeds that its signature allows: it adds what does not fit, or finds no
     memory. Its own kinds of error are not public. Used by `with` around any number of runs.
     """
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, file: str, copies: Copies | None = None) -> None:
+        self._file, self._copies = file, copies
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
+            if self._copies is not None:
+                self._copies.require_device()
+            require_no_memory_error(f"to run {self._file}", error)
             raise BundleError(
                 f"ONNX Runtime {ort.__version__} cannot run {self._file}: "
                 f"{brief(error)}; build the bundle again"
             ) from error
+
+
+def require_no_memory_error(what: str, error: Exception) -> None:
+    """Raises OutOfMemoryError if this one says that memory ended; ONNX Runtime has no kind for
+    it."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+        raise OutOfMemoryError(what, brief(error, 200)) from error
 
 
 def takes_cuda_graphs(session: Any) -> bool:
@@ -314,7 +327,11 @@ def empty_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     """Returns an OrtValue whose content is whatever is in memory."""
     kind: Any = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     with no_capture():
-        return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
+        try:
+            return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
+        except Exception as error:  # ONNX Runtime's own kinds
+            require_no_memory_error(f"for an array of {list(shape)} values", error)
+            raise
 
 
 def zero_value(shape: Sequence[int], dtype: str, device: str) -> Any:

@@ -40,7 +40,7 @@ DTYPES = (
     "bool",
 )
 POSITION_CONVENTIONS = ("absolute",)
-FLAVOURS = ("tensorrt", "tensorrt_rtx")  # see Plan
+FLAVOURS = ("tensorrt_rtx",)  # see Plan
 MAX_MANIFEST_BYTES = 64 << 20
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: tokens, heads, an axis
 MAX_NAME = 200  # characters

@@ -68,11 +68,12 @@ def available_bytes() -> int:
     return min(free * 1024 + own_pages * os.sysconf("SC_PAGE_SIZE"), machine_bytes())
 
 
-def require_memory(graph: Graph, capacity: int) -> None:
-    """Raises BundleError if the graph's buffers do not fit into the memory of this machine."""
-    needed, there = buffer_bytes(graph, capacity), machine_bytes()
+def require_memory(graph: Graph, capacity: int, there: int, where: str) -> None:
+    """Raises BundleError if the graph's buffers do not fit into so many bytes."""
+    needed = buffer_bytes(graph, capacity)
     if needed > there:
         raise BundleError(
             f"{graph.file}: its buffers for {capacity} tokens take {needed / 1e9:.1f} GB, expected "
-            f"at most the {there / 1e9:.1f} GB of this machine; build with a smaller --max-length"
+            f"at most the {there / 1e9:.1f} GB of {where}; take a shorter --context, or build with "
+            "a smaller --max-length"
         )

@@ -36,7 +36,6 @@ MAX_LINE = 1200  # characters of an error; most errors quote less
 # Names the extra of the distribution that brings a module which may be absent.
 EXTRAS = {
     "onnxruntime": "cpu",
-    "tensorrt": "tensorrt",
     "tensorrt_rtx_bindings": "tensorrt-rtx",
     "openvino_genai": "distill",
     "huggingface_hub": "hub",

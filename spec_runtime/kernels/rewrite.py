@@ -24,7 +24,7 @@ _ZERO = b"\x15\0\0\0\0\xa0\1\1"  # the number of an attribute that is a float, a
 _TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_RAW, _FLOAT = 1, 2, 8, 9, 1
 # What a row is quantised with: QuantizeLinear's scale and zero point, and the product's scale.
 _STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
-
+_Makers = Mapping[str, "_Node"]  # by the names of their outputs
 
 # Products and attention whose results for a row depend on the other rows of a pass, or on slots.
 _INEXACT = {"MatMul", "Gemm", "Attention", "Conv"} | {
@@ -60,11 +60,11 @@ def with_operators(path: Path, threads: int = 1) -> NativeModel | None:
     data, parts, graph = path.read_bytes(), [], None
     for number, begin, end, value in Messages(data).fields(0, len(data)):
         if number == _MODEL_GRAPH:
-            graph = _Graph(data[begin:end])
+            graph = _Graph(data[begin:end], threads)
         else:
             is_number = value >= 0
             parts.append(_number(number, value) if is_number else _message(number, data[begin:end]))
-    if graph is None or not graph.replace(threads):
+    if graph is None or not graph.replace():
         return None
     opset = _message(_OPSET_DOMAIN, DOMAIN.encode()) + _number(_OPSET_VERSION, 1)
     parts += [_message(_MODEL_OPSETS, opset), _message(_MODEL_GRAPH, graph.bytes())]
@@ -74,7 +74,8 @@ def with_operators(path: Path, threads: int = 1) -> NativeModel | None:
 class _Graph:
     """Holds a graph's nodes, and all else of its message as it was."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, threads: int) -> None:
+        self._threads = threads
         self._nodes: list[_Node] = []
         self._others: list[bytes] = []
         self._outputs: list[str] = []
@@ -108,15 +109,15 @@ class _Graph:
     def has_exact_rows(self) -> bool:
         return not any(node.operator in _INEXACT for node in self._nodes)
 
-    def replace(self, threads: int) -> bool:
+    def replace(self) -> bool:
         """Replaces the nodes of all products and attentions, and returns whether there was one."""
         makers = {name: node for node in self._nodes for name in node.outputs if name}
         uses = Counter(name for node in self._nodes for name in node.inputs)
         uses.update(self._outputs)
         made: dict[str, _Node] = {}  # by the output that is now theirs
         for node in self._nodes:
-            product = self._int8(node, makers, uses, threads) or _int4(node, makers, uses)
-            product = product or self._float(node, threads) or self._attention(node, makers, uses)
+            product = self._int8(node, makers, uses) or self._int4(node, makers, uses)
+            product = product or self._float(node) or self._attention(node, makers, uses)
             if product is not None:
                 made[node.outputs[0]] = product
         taken = {name for node in made.values() for name in node.outputs[1:]}
@@ -126,9 +127,7 @@ class _Graph:
         self._remove_unread()  # also a MatMulNBits that was replaced before the Add of its minima
         return bool(made)
 
-    def _int8(
-        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int], threads: int
-    ) -> _Node | None:
+    def _int8(self, node: _Node, makers: _Makers, uses: Mapping[str, int]) -> _Node | None:
         """Returns FewRows if `node` is the last of a row-wise int8 product, see quantize._Int8."""
         product = _maker(node, 0, "Mul", "com.microsoft.MatMulIntegerToFloat", makers)
         if product is None or uses[product.outputs[0]] != 1 or len(product.inputs) != 5:
@@ -147,9 +146,26 @@ class _Graph:
             or size.inputs[0] != ratio.inputs[0]
         ):
             return None
-        return _few_rows([ratio.inputs[0], weight, scale], node.outputs[0], bits=0, threads=threads)
+        return self._few_rows([ratio.inputs[0], weight, scale], node.outputs[0], bits=0)
 
-    def _float(self, node: _Node, threads: int) -> _Node | None:
+    def _int4(self, node: _Node, makers: _Makers, uses: Mapping[str, int]) -> _Node | None:
+        """Returns FewRows if `node` is a MatMulNBits, or adds minima to one, see quantize._Int4."""
+        if node.operator == "com.microsoft.MatMulNBits":
+            bits, block = node.integers.get("bits", 4), node.integers.get("block_size", 1)
+            if len(node.inputs) > (4 if bits == 4 else 3) or node.integers.get("K", 1) % block:
+                return None
+            return self._few_rows(node.inputs, node.outputs[0], bits=bits)
+        product = _maker(node, 0, "Add", "com.microsoft.MatMulNBits", makers)
+        offset = _maker(node, 1, "Add", "MatMul", makers)
+        if product is None or offset is None or uses[product.outputs[0]] != 1:
+            return None
+        sums = _maker(offset, 0, None, "ReduceSum", makers)
+        cut = sums and _maker(sums, 0, None, "Reshape", makers)
+        if not cut or cut.inputs[0] != product.inputs[0] or len(product.inputs) != 4:
+            return None
+        return self._few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], bits=4)
+
+    def _float(self, node: _Node) -> _Node | None:
         """Returns FewRows if `node` is a product with an initializer in float32."""
         is_gemm, (_, weight, *bias) = node.operator == "Gemm", [*node.inputs, "", ""][:3]
         if node.operator not in ("MatMul", "Gemm") or len(self._shapes.get(weight, ())) != 2:
@@ -160,11 +176,9 @@ class _Graph:
         if not is_plain or (bias != [""] and self._shapes.get(bias[0]) != (columns,)):
             return None
         inputs = [node.inputs[0], weight, "", "", "", *bias]
-        return _few_rows(inputs, node.outputs[0], bits=32, turned=turned, threads=threads)
+        return self._few_rows(inputs, node.outputs[0], bits=32, turned=turned)
 
-    def _attention(
-        self, node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]
-    ) -> _Node | None:
+    def _attention(self, node: _Node, makers: _Makers, uses: Mapping[str, int]) -> _Node | None:
         """Returns TreeAttention if `node` is an attention of slots._attend_with_bias in float32. It
         also writes the layer's new rows, unless another layer reads them too."""
         if node.operator != "com.microsoft.GroupQueryAttention" or node.integers.get("causal") != 0:
@@ -188,6 +202,15 @@ class _Graph:
         attributes = [node.attributes["num_heads"], scale, softcap]
         return _native("TreeAttention", inputs, outputs, attributes)
 
+    def _few_rows(self, inputs: list[str], output: str, **attributes: int) -> _Node:
+        messages = [
+            _message(_ATTRIBUTE_NAME, name.encode())
+            + _number(_ATTRIBUTE_INT, value)
+            + _number(_ATTRIBUTE_TYPE, _IS_INT)
+            for name, value in (*attributes.items(), ("threads", self._threads))
+        ]
+        return _native("FewRows", inputs, [output], messages)
+
     def _remove_unread(self) -> None:
         """Removes nodes whose outputs nobody reads, from the end on."""
         read, kept = set(self._outputs), []
@@ -198,26 +221,8 @@ class _Graph:
         self._nodes = kept[::-1]
 
 
-def _int4(node: _Node, makers: Mapping[str, _Node], uses: Mapping[str, int]) -> _Node | None:
-    """Returns FewRows if `node` is a MatMulNBits, or adds the minima to one, see quantize._Int4."""
-    if node.operator == "com.microsoft.MatMulNBits":
-        bits, block = node.integers.get("bits", 4), node.integers.get("block_size", 1)
-        if len(node.inputs) > (4 if bits == 4 else 3) or node.integers.get("K", 1) % block:
-            return None
-        return _few_rows(node.inputs, node.outputs[0], bits=bits)
-    product = _maker(node, 0, "Add", "com.microsoft.MatMulNBits", makers)
-    offset = _maker(node, 1, "Add", "MatMul", makers)
-    if product is None or offset is None or uses[product.outputs[0]] != 1:
-        return None
-    sums = _maker(offset, 0, None, "ReduceSum", makers)
-    cut = sums and _maker(sums, 0, None, "Reshape", makers)
-    if not cut or cut.inputs[0] != product.inputs[0] or len(product.inputs) != 4:
-        return None
-    return _few_rows([*product.inputs, offset.inputs[1]], node.outputs[0], bits=4)
-
-
 def _maker(
-    node: _Node, index: int, operator: str | None, wanted: str, makers: Mapping[str, _Node]
+    node: _Node, index: int, operator: str | None, wanted: str, makers: _Makers
 ) -> _Node | None:
     """Returns the node that makes this input, if it is a `wanted` and `node` is an `operator`."""
     if operator is not None and node.operator != operator:
@@ -226,30 +231,20 @@ def _maker(
     return maker if maker is not None and maker.operator == wanted else None
 
 
-def _write(cache: str, makers: Mapping[str, _Node]) -> tuple[str, str, str] | None:
+def _write(cache: str, makers: _Makers) -> tuple[str, str, str] | None:
     """Returns a cache before its rows are written, these rows, and where they go, if slots.write
     wrote them."""
     scatter = makers.get(cache)
     if scatter is None or scatter.operator != "ScatterND":
         return None
     past, indices, rows = scatter.inputs
-    column = indices
-    for operator in ("Add", "Mul", "Reshape"):
-        if column not in makers or makers[column].operator != operator:
-            return None
-        column = makers[column].inputs[0]
+    place = makers.get(indices)
+    while place is not None and place.operator in ("Where", "Add", "Mul"):  # older ones add
+        place = makers.get(place.inputs[place.operator == "Where"])
+    if place is None or place.operator != "Reshape":
+        return None
     cut = makers.get(rows)
-    return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, column
-
-
-def _few_rows(inputs: list[str], output: str, **attributes: int) -> _Node:
-    messages = [
-        _message(_ATTRIBUTE_NAME, name.encode())
-        + _number(_ATTRIBUTE_INT, value)
-        + _number(_ATTRIBUTE_TYPE, _IS_INT)
-        for name, value in attributes.items()
-    ]
-    return _native("FewRows", inputs, [output], messages)
+    return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, place.inputs[0]
 
 
 def _native(operator: str, inputs: list[str], outputs: list[str], attributes: list[bytes]) -> _Node:

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.errors import UserError
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.proposer import OpenedDrafter
@@ -35,6 +34,8 @@ class Source(Protocol[E]):
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
 
     def open_lane(self, engine: E) -> E: ...
+
+    def free_bytes(self) -> int: ...
 
     def lane_bytes(self, drafter: str) -> int: ...
 
@@ -95,7 +96,7 @@ class Lanes(Generic[E]):
         memory that is free holds their caches."""
         if self.passes is None:
             return 1
-        room = available_bytes() // 2 // max(1, self.bytes(drafter))
+        room = self.source.free_bytes() // 2 // max(1, self.bytes(drafter))
         return max(1, min(self.passes.max_lanes, 1 + room))
 
     def close(self, for_good: bool = False) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Every file of figures has all of these. What was not recorded is None, and ``note`` says so.
 KEYS = ("commit", "date", "cpu", "threads", "versions", "command", "prompts", "bundle", "note")
-PACKAGES = ("specsplit", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu", "tensorrt")
+PACKAGES = ("specsplit", "numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu")
 # By the kind of source in a bundle's manifest, where weights are not what "fp32" suggests.
 WEIGHTS = {
     "demo": "dequantised from a Q4_1 GGUF file, at every precision, fp32 included",

@@ -14,6 +14,7 @@ from typing import Self
 
 from spec_runtime.batch.batch import Batch
 from spec_runtime.batch.lane import Observe
+from spec_runtime.errors import DeviceLostError
 from spec_runtime.loop.call import Call
 from spec_runtime.loop.result import Chunk
 from spec_runtime.queue.admission import Admission, Place
@@ -46,6 +47,8 @@ class EngineQueue:
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
         # Guards what follows. Event loops take it, so that it is never held over work.
         self._lock = threading.Lock()
+        self.is_lost = False  # the GPU: nothing that is asked later can be answered
+        self.on_lost: Callable[[], None] = lambda: None
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # among them those that wait or run
         self._prepared: list[Job] = []  # with calls that have not begun
         self._num_asked = 0
@@ -388,6 +391,9 @@ class Job:
         """Tells the reader that nothing more will come, and gives the place at the engine back."""
         self._place.leave_engine()
         self._post(self._error)
+        if isinstance(self._error, DeviceLostError):
+            self._queue.is_lost = True
+            self._queue.on_lost()
 
     def _post(self, found: tuple[int, Chunk] | BaseException | None) -> None:
         """Hands a chunk, an error or the end to the reader; ends the calls if its loop is gone."""

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from spec_runtime.bundle.manifest import BundleError
-from spec_runtime.errors import UserError
+from spec_runtime.errors import OutOfMemoryError, UserError
 from spec_runtime.files.mapping import brief, expected_by
 from spec_runtime.options import meant_by
 from spec_runtime.queue.admission import QueueFull
@@ -139,7 +139,7 @@ def as_api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if not isinstance(error, UserError) or isinstance(error, BundleError):
+    if not isinstance(error, UserError) or isinstance(error, BundleError | OutOfMemoryError):
         log.error("a request failed", exc_info=error)
         return internal_error()
     message = str(error)

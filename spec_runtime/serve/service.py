@@ -1,6 +1,9 @@
 """Answers requests by one engine: puts them in its queue, and writes the replies."""
 
 import asyncio
+import multiprocessing
+import os
+import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +51,12 @@ NUM_WRITING = 2
 Reply = ChoicesReply | MessageReply | ResponseReply
 
 
+def end_worker() -> None:
+    """Ends this process, if it is a worker whose place another one takes."""
+    if multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Service:
     """Answers requests of all kinds in the order of their coming, several together.
 
@@ -74,6 +83,7 @@ class Service:
             settings.max_waiting, settings.max_streams, self._note_counts, self.batch.parallel
         )
         self.queue = EngineQueue(self.batch, self.admission)
+        self.queue.on_lost = end_worker
         self.batch.open_passes_beside()
         self.counting = Threads(NUM_COUNTING, MOST_COUNTING)  # of texts for clients
         self.writing = Threads(NUM_WRITING)  # of answers, whose number admission limits
@@ -81,9 +91,9 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Says whether a request would be taken now, and its turn come: there is a place, requests
-        go on, and none has kept the thread that prepares them for too long."""
+        go on, none has kept the thread that prepares them for too long, and no GPU is lost."""
         seconds = max(self.queue.seconds_in_preparation, self.queue.seconds_unanswered)
-        return self.admission.has_room and seconds <= STUCK_SECONDS
+        return not self.queue.is_lost and self.admission.has_room and seconds <= STUCK_SECONDS
 
     async def close(self) -> None:
         """Ends all requests, and closes the engine."""

@@ -76,6 +76,12 @@ def cudaGetErrorString(error: int) -> tuple[cudaError_t, bytes]:
 # ---- memory ----
 
 
+def cudaMemGetInfo() -> tuple[cudaError_t, int, int]:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    error = _cudart.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
+    return cudaError_t(error), free.value, total.value
+
+
 def cudaMalloc(nbytes: int) -> tuple[cudaError_t, int]:
     return _call_for(ctypes.c_void_p(), "cudaMalloc", ctypes.c_size_t(nbytes))
 

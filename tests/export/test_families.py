@@ -327,6 +327,30 @@ def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
         eager.keep(kept)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["bias", "full_buffer"])
+def test_writes_by_value_are_those_by_row(attention: str, tmp_path: Path) -> None:
+    """Bit for bit, all layers' rows and outputs, over random trees whose lost nodes leave holes."""
+    runners = []
+    for by_value in (False, True):
+        model = to_slots(graph_of_all().clone(), attention, by_value)
+        folder = tmp_path / str(by_value)
+        folder.mkdir()
+        runners.append(Runner(model, folder, "slots", 40))
+    rng = np.random.default_rng(6)
+    for size in (12, 6, 1, 7, 4):
+        parents = [0, *(int(rng.integers(i)) for i in range(1, size))]
+        tokens = random_tokens(size, seed=size)
+        expected, got = (runner.step(tokens, parents)["logits"] for runner in runners)
+        assert np.array_equal(got, expected)
+        path = path_to(int(rng.integers(size)), parents)
+        for runner in runners:
+            runner.cache.commit(path)
+    for rows, values in zip(*(runner.backend.buffers.items() for runner in runners), strict=True):
+        assert rows[0] == values[0]
+        assert np.array_equal(rows[1].numpy(), values[1].numpy())
+
+
 def errors_of(
     runner: Runner, eager: Decoder, tokens: list[int], parents: list[int]
 ) -> dict[str, float]:

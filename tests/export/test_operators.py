@@ -9,6 +9,7 @@ from workshop import FluentWorkshop, Workshop
 
 import spec_runtime
 from spec_export import drafters
+from spec_export.graphs.edit import fixed_size, input_at, producer
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.onnx_file import read_outline
 from spec_runtime.bundle.operators import OPERATORS, require_known_graph
@@ -45,6 +46,12 @@ def test_every_graph_of_a_build_is_taken(
         model, outline = ir.load(bundle.file(graph.file)), read_outline(bundle.file(graph.file))
         assert outline.operators == {_name(node) for node in model.graph.all_nodes()} <= OPERATORS
         assert not outline.operators & banned, graph.file
+        if "CUDA" in case:  # whose ScatterND copies what an index stands for value after value
+            for node in [each for each in model.graph if each.op_type == "ScatterND"]:
+                counted = input_at(producer(node.inputs[1], "Where"), 2)
+                cache = input_at(node, 0)
+                assert cache.shape is not None, graph.file
+                assert fixed_size(counted, -1) == cache.shape.rank(), graph.file
         assert outline.weight_files == {
             value.const_value.location
             for value in model.graph.initializers.values()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from graphs import Runner
@@ -24,10 +25,12 @@ from tiny_backbone import (
     tiny,
 )
 
-from spec_export.graphs.edit import MS
-from spec_export.graphs.slots import ATTENTIONS, to_slots
+from spec_export.graphs.edit import MS, GraphEditor, input_at, producer
+from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import export_backbone, save
 from spec_export.model.decoder import Backbone
+from spec_runtime.bundle.manifest import ATTENTIONS
+from spec_runtime.kernels.rewrite import with_operators
 
 TOLERANCE = 2e-5
 LAYERS, CAPACITY = 2, 90
@@ -116,13 +119,6 @@ def test_prefill_chains_and_trees(case: Case, form: str) -> None:
     tokens, parents = random_tree(8, rng)
     got = runner.step(tokens, parents)
     compare_with_transformers(case.hf_model, committed[:15], tokens, parents, got["logits"])
-
-
-def test_an_unknown_attention_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="got attention 'flash', expected one of bias, full_buffer"
-    ):
-        to_slots(ir.Model(ir.Graph([], [], nodes=[]), ir_version=11), "flash")
 
 
 def compare_with_transformers(
@@ -226,7 +222,8 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     assert kinds[of_attention.pop(attention)] == LAYERS
     assert not set(of_attention.values()) & set(kinds)
     assert kinds["", "ScatterND"] == 2 * LAYERS + has_windows
-    assert kinds["", "Where"] == (1 + has_windows if attention == "bias" else 0)
+    # of each kind of cache its places, of each mask a bias
+    assert kinds["", "Where"] == (1 + has_windows) * (2 if attention == "bias" else 1)
     assert kinds[MS, "SkipSimplifiedLayerNormalization"] == 2 * LAYERS  # all but the first norm
     # nothing that moves rows; with a bias no layout change between layers
     assert kinds["", "TensorScatter"] == 0
@@ -235,3 +232,25 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     used = {value for node in graph for value in node.inputs} | set(graph.outputs)
     assert set(graph.initializers.values()) <= used
     assert set(graph.inputs) <= used
+
+
+@llama
+@pytest.mark.parametrize("made", ["by row", "by value", "by adding"])
+def test_native_attention_takes_the_writes_in(case: Case, tmp_path: Path, made: str) -> None:
+    """Also those of bundles that were built when places were added up."""
+    model = to_slots(contiguous(case.folders), by_value=made == "by value")
+    edit = GraphEditor(model, "old")
+    if made == "by adding":
+        write = next(node for node in model.graph if node.op_type == "ScatterND")
+        place = producer(write.inputs[1], "Where")
+        is_row, column, counted = (input_at(place, i) for i in range(3))
+        assert is_row.const_value is not None
+        factor = edit.constant(is_row.const_value.numpy().astype(np.int64))
+        (spread,) = edit.add(place, "Mul", [column, factor])
+        edit.replace(place.outputs[0], edit.add(place, "Add", [spread, counted])[0])
+    save(model, tmp_path / "graph.onnx")
+    native = with_operators(tmp_path / "graph.onnx")
+    assert native is not None
+    kinds = Counter(node.op_type for node in onnx.load_from_string(native.data).graph.node)
+    assert kinds["TreeAttention"] == LAYERS
+    assert not kinds.keys() & {"GroupQueryAttention", "ScatterND"}

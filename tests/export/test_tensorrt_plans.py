@@ -29,7 +29,6 @@ from spec_export.cli.report import TerminalReport
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
-from spec_export.graphs.lanes import to_lanes
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
@@ -202,11 +201,7 @@ def test_compute_capabilities_are_named_or_the_gpus() -> None:
             build.choose_capabilities(trt, wanted, known)
     with pytest.raises(ValueError, match=r"got no --compute-capability and no GPU .* 8\.9$"):
         build.choose_capabilities(trt, [], known)
-    full = trt._replace(flavour="tensorrt", version="11.4.0")
-    with pytest.raises(ValueError, match=r"tensorrt 11\.4\.0 builds for the GPU it runs on, and"):
-        build.choose_capabilities(full, ["8.9"], build._known(full, []))
-    assert build._known(full, ["9.0"]) == ["9.0"]
-    assert build._known(trt, []) == known
+    assert build._known(trt) == known
 
 
 def test_a_plans_key_depends_on_all_that_shapes_it(
@@ -218,7 +213,6 @@ def test_a_plans_key_depends_on_all_that_shapes_it(
         build.plan_key("a", trt, "8.9", [profile]),
         build.plan_key("b", trt, "8.9", [profile]),
         build.plan_key("a", trt._replace(version="2.0"), "8.9", [profile]),
-        build.plan_key("a", trt._replace(flavour="tensorrt"), "8.9", [profile]),
         build.plan_key("a", trt, "8.0", [profile]),
         build.plan_key("a", trt, "8.9", [{"N": (1, 2, 4)}]),
     ]
@@ -272,11 +266,12 @@ def test_what_cannot_be_built_is_one_line(
 def test_without_tensorrt_it_says_what_to_install(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("tensorrt", "tensorrt_rtx_bindings"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=r"TensorRT is not installed.* run .*pip install") as error:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
+    with pytest.raises(
+        ValueError, match=r"TensorRT-RTX is not installed.* run .*pip install"
+    ) as error:
         workshop.build(tmp_path / "bundle", backend="tensorrt")
-    assert f"{install('tensorrt')} or {install('tensorrt-rtx')}" in str(error.value)
+    assert install("tensorrt-rtx") in str(error.value)
 
 
 def test_a_drafter_on_the_targets_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -290,7 +285,7 @@ def test_a_drafter_on_the_targets_cache_is_refused(workshop: Workshop, tmp_path:
 @pytest.fixture(scope="module")
 def rtx() -> Any:
     try:
-        return import_tensorrt(["tensorrt_rtx"])
+        return import_tensorrt()
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -306,7 +301,7 @@ def plans_of(bundle: Bundle) -> dict[str, list[bundles.Plan]]:
     graphs = {"target": manifest.graphs["target"]}
     for info in manifest.drafters:
         graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
-    trt = import_tensorrt(["tensorrt_rtx"])
+    trt = import_tensorrt()
     for name, graph in graphs.items():
         for plan in graph.plans:
             file = bundle.file(plan.file)
@@ -421,23 +416,6 @@ def test_a_network_that_is_not_the_manifests_is_refused(rtx: Any, adapted: Path)
         assert refusal(rtx, adapted, changed) == message
     less = dataclasses.replace(graph, outputs=graph.outputs[1:])
     assert refusal(rtx, adapted, less).startswith("outputs: got [")
-
-
-def test_a_graph_of_two_lanes_is_built(rtx: Any, backbone: Backbone, tmp_path: Path) -> None:
-    """Every lane's caches are updated in place. No build makes one, and none was ever executed."""
-    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
-    lanes = to_lanes(model, 2)
-    assert lanes is not None
-    trace.save(lanes, tmp_path / "graph.onnx")
-    graph = graph_of(lanes, "contiguous")
-    known = {"N": (1, 2, 4), "M": (1, 2, 4), "A": (1, 1, 4), "A+N": (2, 3, 8)}
-    profile: build.Profile = {}
-    for axis in graph.free_axes:
-        name, _, lane = axis.partition(bundles.LANE)
-        profile[axis] = known[name] if lane else tuple(2 * size for size in known[name])
-    assert {"N", "M", "N.lane0", "A+N.lane1"} < set(profile)
-    plan = build.build_plan(rtx, tmp_path / "graph.onnx", graph, (profile,), "8.9")
-    assert len(plan) > 100_000
 
 
 def test_a_cache_written_twice_is_not_in_place(rtx: Any, adapted: Path, tmp_path: Path) -> None:

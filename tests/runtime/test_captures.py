@@ -15,6 +15,7 @@ from small import raising
 from spec_runtime.backends.cuda import graph_cache
 from spec_runtime.backends.cuda.captures import capturing, free_later, no_capture
 from spec_runtime.backends.cuda.graph_cache import GraphCache, GraphRun
+from spec_runtime.errors import DeviceLostError
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
@@ -190,6 +191,39 @@ def test_two_threads_capture_and_allocate(standin: "StandIn", tmp_path: Path, ho
     assert sum(line.startswith("capture begin") for line in lines) > 60, "both threads capture"
 
 
+# Captures while another library, which knows nothing of us, allocates.
+STRANGER = (
+    TWO_THREADS.split("is_over =")[0]
+    + """
+from cuda.bindings import runtime as cuda
+
+def allocate():
+    while not is_over.is_set():
+        cuda.cudaMallocHost(64)
+
+is_over = threading.Event()
+thread = threading.Thread(target=allocate, daemon=True)
+thread.start()
+capture(8)
+while "violation" not in Path(sys.argv[3]).read_text():
+    capture(8)  # until the two have met
+is_over.set()
+thread.join()
+"""
+)
+
+
+@pytest.mark.standin
+def test_captures_that_another_library_breaks_are_made_without(
+    standin: "StandIn", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    done = standin.run("-c", STRANGER, tmp_path, "guarded", log, log=log)
+    assert done.returncode == 0, done.stderr
+    assert "cudaMallocHost while another thread captures" in log.read_text()
+    assert done.stderr.count("a CUDA graph was not captured") == 1
+
+
 # ---- when runs are captured, replayed and closed; the backends' own tests make real runs ----
 
 
@@ -229,6 +263,19 @@ def test_the_second_run_of_a_key_is_captured_and_later_ones_replay_it(by_thread:
     assert played("aaa", GraphCache(False, by_thread)) == ["run a"] * 3
 
 
+def test_a_run_whose_capture_fails_is_made_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    cache: GraphCache[Noted] = GraphCache(True, by_thread=True)
+    played("ab", cache)
+    for name in "ab":
+        cache.get(name, lambda: Noted("", [])).capture = raising(RuntimeError("broken"))  # type: ignore[method-assign]
+    assert played("abab", cache) == ["run a", "run b"] * 2
+    assert caplog.messages == ["a CUDA graph was not captured, and such runs go without: broken"]
+    played("c", cache)
+    cache.get("c", lambda: Noted("", [])).capture = raising(DeviceLostError("gone"))  # type: ignore[method-assign]
+    with pytest.raises(DeviceLostError):
+        played("c", cache)
+
+
 def test_the_run_unused_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "MAX_RUNS", 2)
     cache: GraphCache[Noted] = GraphCache(True)
@@ -243,7 +290,9 @@ def test_the_run_unused_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert log == ["close a", "close c"]
 
 
-def test_graphs_of_threads_stay_and_are_counted_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_threads_stay_and_are_counted_over_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(graph_cache, "MAX_RUNS", 2)
     cache: GraphCache[Noted] = GraphCache(True, by_thread=True)
     assert played("aabcda", cache)[-1] == "replay a", "it went with b"
@@ -253,3 +302,5 @@ def test_graphs_of_threads_stay_and_are_counted_over_all(monkeypatch: pytest.Mon
         thread.start()
         thread.join()
     assert logs == [["run a", "capture a", "replay a"], ["run a"] * 3]
+    (message,) = caplog.messages
+    assert message.startswith("2 CUDA graphs are captured, and further shapes run without")

@@ -23,6 +23,7 @@ from spec_runtime.backends.cuda import device_runs
 from spec_runtime.backends.session import OrtBackend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.errors import UserError
 from spec_runtime.loop.kv import Cache, open_cache
 from spec_runtime.loop.proposer import Drafting
 from spec_runtime.loop.target import STRICT_GAPS, TOP, Target
@@ -484,3 +485,16 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     value = CpuBackend(tmp_path / "g.onnx", graph, 5, 1).buffers["kv.0.k"]
     assert (value.data_type(), value.shape()) == ("tensor(bfloat16)", [1, 1, 5, 3])
     assert ctypes.string_at(value.data_ptr(), 30) == bytes(30)
+
+
+def test_lanes_and_buffers_are_sized_by_the_devices_memory(
+    folders: dict[str, Path], device: HostCuda
+) -> None:
+    engine = load(folders["fp16"], drafter="none")
+    lane = engine.lanes.bytes("none")
+    device.free_bytes = 2 * lane
+    assert engine.most_parallel == 2
+    device.free_bytes = lane // 2
+    assert engine.most_parallel == 1
+    with pytest.raises(UserError, match=r"expected at most the .* free on the GPU; take a shorter"):
+        load(folders["fp16"], drafter="none")

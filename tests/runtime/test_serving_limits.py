@@ -6,6 +6,9 @@ import asyncio
 import functools
 import json
 import logging
+import multiprocessing
+import os
+import signal
 import socket
 import threading
 import time
@@ -26,11 +29,13 @@ from served import (
     GatedRuns,
     events,
     held,
+    in_process,
     metrics,
     served,
     toy_engine,
     wait_until,
 )
+from small import raising
 from test_trials import BOMB, PATIENT, as_format
 from toy_backend import CHATML
 from toy_engine import make_engine
@@ -38,6 +43,7 @@ from toy_engine import make_engine
 from spec_runtime import QueueFull, SamplingParams, UserError
 from spec_runtime.batch.batch import Batch
 from spec_runtime.dialogue.chat_template import ChatTemplate
+from spec_runtime.errors import DeviceLostError
 from spec_runtime.loop.call import Call
 from spec_runtime.queue.admission import Admission
 from spec_runtime.queue.engine_queue import EngineQueue
@@ -599,3 +605,18 @@ def test_errors_are_json_that_every_client_can_read() -> None:
     for path in ("/v1/completions", "/v1/messages"):
         error = response(ApiError(400, "half a pair: \ud800, and é"), path)
         assert json.loads(bytes(error.body))["error"]["message"].endswith("é")
+
+
+def test_a_lost_gpu_is_not_ready_and_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    engine = toy_engine()
+    with in_process(engine) as client:
+        assert client.get("/ready").status_code == 200
+        engine.target.lend()[0].run = raising(DeviceLostError("an illegal memory access"))  # type: ignore[method-assign]
+        assert client.post(COMPLETIONS, json=BODY).status_code == 500
+        assert client.get("/ready").status_code == 503
+        assert not killed, "no other process would take its place"
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the supervisor")
+        assert client.post(COMPLETIONS, json=BODY).status_code == 500
+    assert killed == [(os.getpid(), signal.SIGTERM)]

@@ -5,7 +5,6 @@ ONNX Runtime.
 """
 
 import gc
-import hashlib
 import json
 import shutil
 import sys
@@ -18,7 +17,6 @@ import host_tensorrt as host
 import numpy as np
 import pytest
 from host_cuda import CAPABILITY, HostCuda, step_feeds, view
-from small import known
 from workshop import Workshop
 
 import spec_runtime
@@ -29,10 +27,8 @@ from spec_runtime.backends.layout import Layout
 from spec_runtime.backends.shapes import axis_sizes, num_bytes, shape_of
 from spec_runtime.backends.tensorrt import api as tensorrt_api
 from spec_runtime.backends.tensorrt import backend
-from spec_runtime.backends.tensorrt import kernels as tensorrt_kernels
 from spec_runtime.backends.tensorrt.api import TensorRT
 from spec_runtime.backends.tensorrt.backend import TensorRTBackend
-from spec_runtime.backends.tensorrt.kernels import kernels_path
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.files.installed import install
@@ -88,7 +84,6 @@ def test_a_plan_must_be_of_this_flavour_version_and_gpu() -> None:
     for flavour, version, capability in (
         ("tensorrt_rtx", "1.7.1.116", "9.0"),
         ("tensorrt_rtx", "1.8.0.1", "8.9"),
-        ("tensorrt", "1.7.1.116", "8.9"),
     ):
         message = (
             f"no plan fits: got {flavour} {version} and a GPU of compute capability {capability}, "
@@ -171,7 +166,7 @@ def runtime(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         graph = by_file[path.relative_to(folder).as_posix()]
         return host.Engine(folder / graph.file, graph, runtime)
 
-    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: host.tensorrt())
+    monkeypatch.setattr(backend, "import_tensorrt", lambda: host.tensorrt())
     monkeypatch.setattr(backend, "open_cuda", lambda: cuda)
     monkeypatch.setattr(backend, "_deserialise", deserialise)
     yield runtime
@@ -344,108 +339,6 @@ def test_a_target_without_its_argmax_is_read_as_before(
     assert engine.generate(PROMPTS[0], **options).token_ids == right.token_ids
 
 
-# ---- compiled kernels ----
-
-
-def kernel_files(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache/specsplit/tensorrt").glob("*"))
-
-
-def run_three_shapes(folder: Path) -> None:
-    """Opens the target, runs it and closes it."""
-    for _ in run_rows(open_target(folder)[0], 1, 5, 9, 5):
-        pass
-    gc.collect()
-
-
-def test_kernels_are_compiled_once_for_all_processes(
-    folder: Path, runtime: HostCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    target, graph, _ = open_target(folder)
-    next(run_rows(target, 1))
-    (path,) = kernel_files(tmp_path)
-    key = graph.plans[0].key[:20]
-    assert path.name == f"{key}-tensorrt_rtx-{host.VERSION}-NVIDIA-GeForce-RTX-4090.kernels"
-    after_first_use = path.read_bytes()
-    for num_compiled in (2, 0):  # two shapes are new; in the second process none
-        before = runtime.counts["compiled"]
-        run_three_shapes(folder)
-        assert runtime.counts["compiled"] - before == num_compiled
-    assert len(path.read_bytes()) > len(after_first_use), "written at close"
-    assert kernel_files(tmp_path) == [path]
-    assert not caplog.messages
-
-
-@pytest.mark.slow
-def test_damaged_kernels_are_compiled_again(
-    folder: Path, runtime: HostCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_three_shapes(folder)
-    (path,) = kernel_files(tmp_path)
-    intact = path.read_bytes()
-    other = b"of another driver"
-    for content, reason in (
-        (intact[:-1], "it is damaged"),
-        (b"", "it is damaged"),
-        (hashlib.sha256(other).digest() + other, "tensorrt_rtx does not take it"),
-    ):
-        path.write_bytes(content)
-        before = runtime.counts["compiled"]
-        caplog.clear()
-        run_three_shapes(folder)
-        assert runtime.counts["compiled"] - before == 3
-        assert path.read_bytes() == intact
-        (message,) = caplog.messages
-        assert message.startswith(f"{path} is ignored: {reason}")
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    caplog.clear()
-    run_three_shapes(folder)
-    assert [text.partition(":")[0] for text in caplog.messages] == [
-        f"{path} is ignored",
-        f"compiled kernels are not kept in {path}",
-    ], "each once"
-
-
-def test_kernels_need_no_cache_folder(
-    folder: Path, runtime: HostCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_folder() -> Path:
-        raise ValueError("got neither XDG_CACHE_HOME nor a home folder")
-
-    monkeypatch.setattr(tensorrt_kernels, "cache_folder", no_folder)
-    run_three_shapes(folder)
-    assert kernel_files(tmp_path) == []
-
-
-def test_other_gpus_and_plans_have_other_files(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    paths = [
-        kernels_path(plan(), "NVIDIA L4"),
-        kernels_path(plan(), "NVIDIA L40"),
-        kernels_path(plan(key="1" * 64), "NVIDIA L4"),
-        kernels_path(plan(version="1.8.0"), "NVIDIA L4"),
-    ]
-    assert len(set(paths)) == 4
-    strange = known(kernels_path(plan(), "../../x\n" + "y" * 200))
-    assert strange.parent == tmp_path / "specsplit/tensorrt"
-    assert len(strange.name) < 200
-
-
-def test_tensorrt_proper_has_no_kernels_to_compile(
-    folder: Path, runtime: HostCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its engines are not asked for what only TensorRT-RTX has."""
-    monkeypatch.delattr(host.Engine, "create_runtime_config")
-    monkeypatch.delattr(host.Context, "is_stream_capturable")
-    trt = host.tensorrt()._replace(flavour="tensorrt", version=host.VERSION)
-    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: trt)
-    monkeypatch.setattr(backend, "choose_plan", lambda plans, *_: plans[0])
-    run_three_shapes(folder)
-    assert runtime.counts["captured"] == 1
-    assert kernel_files(tmp_path) == []
-
-
 # ---- one clear line ----
 
 
@@ -477,7 +370,7 @@ def test_a_bundle_without_plans(
 @pytest.mark.parametrize(
     ("module", "open_cuda", "parts"),
     [
-        (  # without specsplit[tensorrt], for the bundle's plans are of the other flavour
+        (
             *("tensorrt_rtx_bindings", None),
             ("got no tensorrt_rtx_bindings", f"run {install('tensorrt-rtx')}\n"),
         ),
@@ -509,16 +402,10 @@ def test_what_the_machine_lacks_is_one_line(
     if module:
         monkeypatch.setitem(sys.modules, module, None)
     if open_cuda is not None:
-        monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: host.tensorrt())
+        monkeypatch.setattr(backend, "import_tensorrt", lambda: host.tensorrt())
         monkeypatch.setattr(backend, "open_cuda", open_cuda)
     message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
     assert all(part in message for part in parts), message
-
-
-def test_an_old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.9.0"))  # type: ignore[misc]
-    with pytest.raises(ValueError, match=r"tensorrt \(version 10\.9\.0, expected 11 or later\)"):
-        tensorrt_api.import_tensorrt(["tensorrt"])
 
 
 def test_a_plan_tensorrt_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,10 +442,9 @@ def test_the_real_tensorrt_rtx_has_the_names_we_use() -> None:
         (host.Engine, trt.ICudaEngine),
         (host.Context, trt.IExecutionContext),
         (host.IRuntimeConfig, trt.IRuntimeConfig),
-        (host.IRuntimeCache, trt.IRuntimeCache),
     ):
         names = [name for name in vars(fake_type) if not name.startswith("_")]
-        for name in {*names} - {"cache", "strategy"}:
+        for name in {*names} - {"strategy"}:
             assert hasattr(real_type, name), (real_type, name)
     for name in ("num_io_tensors", "num_optimization_profiles"):
         assert hasattr(trt.ICudaEngine, name)
@@ -578,7 +464,7 @@ def test_the_real_tensorrt_rtx_reads_mapped_plans(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     (tmp_path / "x.plan").write_bytes(bytes(5000))
     with pytest.raises(ValueError, match=r"tensorrt_rtx .* cannot load x\.plan: "):
-        backend._deserialise(tensorrt_api.import_tensorrt(["tensorrt_rtx"]), tmp_path / "x.plan")
+        backend._deserialise(tensorrt_api.import_tensorrt(), tmp_path / "x.plan")
 
 
 def cuda_refusal() -> str:

@@ -11,10 +11,11 @@ import pytest
 from small import small_manifest
 
 from spec_runtime import backends
+from spec_runtime.backends.session import NamingGraph
 from spec_runtime.bundle import memory
 from spec_runtime.bundle.manifest import Bundle, BundleError, Graph, TensorSpec
 from spec_runtime.bundle.onnx_file import read_outline
-from spec_runtime.errors import UserError
+from spec_runtime.errors import OutOfMemoryError, UserError
 
 onnx = pytest.importorskip("onnx")
 
@@ -238,6 +239,22 @@ def test_a_graph_that_fails_in_its_run_is_one_line(tmp_path: Path) -> None:
 
 
 # ---- memory
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA failure 2: out of memory ; GPU=0"),
+        RuntimeError("Failed to allocate memory for requested buffer of size 8"),
+    ],
+)
+def test_memory_that_ends_is_said_with_what_to_do(error: Exception) -> None:
+    with (
+        pytest.raises(OutOfMemoryError, match=r"got no memory to run a\.onnx .*--parallel"),
+        NamingGraph("a.onnx"),
+    ):
+        raise error
 
 
 def test_buffers_larger_than_the_memory_are_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.copies import StreamCopies
 from spec_runtime.backends.cuda.weights import DeviceWeights
 from spec_runtime.backends.layout import ALIGNMENT
-from spec_runtime.backends.session import SessionOptions, Viewer, open_session
-from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.backends.session import NamingGraph, SessionOptions, Viewer, open_session
+from spec_runtime.bundle.manifest import BundleError, Graph, TensorSpec
 from spec_runtime.bundle.onnx_file import ExternalWeight, read_outline
-from spec_runtime.errors import UserError
+from spec_runtime.errors import DeviceLostError, OutOfMemoryError, UserError
 
 onnx = pytest.importorskip("onnx")
 
@@ -136,3 +136,20 @@ def test_a_session_computes_with_the_weights_that_it_was_lent(tmp_path: Path) ->
     opened = open_session(path, graph, SessionOptions(1, weights={"scale": value}))
     (y,) = opened.run(None, {"x": np.array([[1, 2]], np.float32)})
     assert y.tolist() == [[10, 200]]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(2, OutOfMemoryError), (900, RuntimeError), (700, DeviceLostError)]
+)
+def test_errors_are_told_apart_by_their_number(
+    device: HostCuda, number: int, kind: type[Exception]
+) -> None:
+    """Only a lost device is found so by the run after it as well."""
+    device.cudaStreamSynchronize = lambda stream: (number,)  # type: ignore[method-assign]
+    copies = StreamCopies(Cuda(device))
+    with pytest.raises(kind) as caught:
+        copies.cuda.wait()
+    assert type(caught.value) is kind
+    expected = BundleError if number == 900 else kind
+    with pytest.raises(expected), NamingGraph("a.onnx", copies):
+        raise OSError("ONNX Runtime's own kind")

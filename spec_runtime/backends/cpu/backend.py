@@ -25,7 +25,7 @@ from spec_runtime.backends.session import (
 )
 from spec_runtime.backends.shapes import KV, is_cache, mask_width, require_feeds, shape_of
 from spec_runtime.bundle.manifest import Bundle, Graph
-from spec_runtime.bundle.memory import require_memory
+from spec_runtime.bundle.memory import machine_bytes, require_memory
 from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.files.machine import default_threads
 
@@ -142,7 +142,7 @@ def open_graph(
     cannot hold.
     """
     require_known_graph(bundle, graph)
-    require_memory(graph, capacity)
+    require_memory(graph, capacity, machine_bytes(), "this machine")
     return CpuBackend(
         bundle.path / graph.file,
         graph,

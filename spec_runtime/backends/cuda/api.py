@@ -11,15 +11,19 @@ from typing import Any, NoReturn
 import numpy as np
 
 from spec_runtime.backends.cuda.captures import free_later, no_capture
-from spec_runtime.errors import UserError
+from spec_runtime.errors import DeviceLostError, OutOfMemoryError, UserError
 from spec_runtime.files.installed import install, program
+
+NO_MEMORY = 2  # cudaErrorMemoryAllocation
+OF_CAPTURES = range(900, 911)  # cudaErrorStreamCapture…, which end with the capture
 
 
 class Cuda:
     """CUDA's runtime API on one stream of the first device.
 
-    `api` is the module cuda.bindings.runtime. Raises UserError if there is no device; every call
-    raises RuntimeError if it fails.
+    `api` is the module cuda.bindings.runtime. Raises UserError if there is no device. Every call
+    raises OutOfMemoryError if there is no room, RuntimeError if it disturbs a capture, and
+    DeviceLostError if it fails otherwise.
     """
 
     def __init__(self, api: Any) -> None:
@@ -49,10 +53,10 @@ class Cuda:
         self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
     @property
-    def gpu_name(self) -> str:
-        """Names the GPU's model, such as "NVIDIA L4"."""
-        name: bytes = self._call("cudaGetDeviceProperties", 0).name
-        return name.partition(b"\0")[0].decode(errors="replace")
+    def free_bytes(self) -> int:
+        """Returns how much of the device's memory nobody has."""
+        with no_capture():
+            return int(self._call("cudaMemGetInfo"))
 
     @classmethod
     def open(cls) -> Cuda:
@@ -128,7 +132,10 @@ class Cuda:
         return values[0] if values else None
 
     def _fail(self, name: str, error: Any) -> NoReturn:
-        raise RuntimeError(f"{name}: {self._explain(error)}")
+        message = f"{name}: {self._explain(error)}"
+        if int(error) == NO_MEMORY:
+            raise OutOfMemoryError("on the GPU", message)
+        raise (RuntimeError if int(error) in OF_CAPTURES else DeviceLostError)(message)
 
     def _explain(self, error: Any) -> str:
         text = self._api.cudaGetErrorString(error)[1]

@@ -23,6 +23,7 @@ from spec_runtime.backends.session import (
 )
 from spec_runtime.backends.shapes import KV
 from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.bundle.memory import require_memory
 from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
@@ -56,12 +57,19 @@ class CudaBackend(OrtBackend, DeviceBackend):
             self.copies.settings,
             self._weights.values,
         )
+        if partner is None:  # otherwise most buffers are there
+            free_bytes = self.copies.free_bytes
+            require_memory(graph, capacity, free_bytes, "memory that is free on the GPU")
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}
         self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
         # Copies and runs on the way must end before the memory goes.
         weakref.finalize(self, free_later, self._runs.close).atexit = False
+
+    @property
+    def free_bytes(self) -> int:
+        return self.copies.free_bytes
 
     @property
     def bytes_to_host(self) -> int:

@@ -7,6 +7,8 @@ import numpy as np
 
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.captures import no_capture
+from spec_runtime.bundle.memory import available_bytes
+from spec_runtime.errors import DeviceLostError
 
 # ONNX Runtime's names of the types that are fetched.
 TYPES = {
@@ -49,6 +51,14 @@ class Copies:
         """Returns provider options for the sessions that compute on these values."""
         return {}
 
+    @property
+    def free_bytes(self) -> int:
+        """Returns how much memory there is for buffers."""
+        return available_bytes()
+
+    def require_device(self) -> None:
+        """Raises DeviceLostError if no call can succeed any more."""
+
     def host(self, nbytes: int) -> np.ndarray:
         """Returns memory u8[nbytes] to send from."""
         return np.zeros(nbytes, np.uint8)
@@ -80,6 +90,18 @@ class StreamCopies(Copies):
     @property
     def settings(self) -> dict[str, str]:
         return {"user_compute_stream": str(self.cuda.stream)}
+
+    @property
+    def free_bytes(self) -> int:
+        return self.cuda.free_bytes
+
+    def require_device(self) -> None:
+        try:
+            self.cuda.wait()
+        except DeviceLostError:
+            raise
+        except RuntimeError:  # the stream is captured
+            pass
 
     def host(self, nbytes: int) -> np.ndarray:
         return self.cuda.pinned(nbytes).view(np.uint8)

@@ -109,7 +109,7 @@ class DeviceRuns:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
         self.buffers = buffers
-        self._naming = NamingGraph(graph.file)
+        self._naming = NamingGraph(graph.file, copies)
         self._has_cuda_graphs = takes_cuda_graphs(session)
         self._inputs = [spec for spec in graph.inputs if not is_cache(spec)]
         self._names = [spec.name for spec in self._inputs]

@@ -92,7 +92,7 @@ class SamplingGraph:
             spec = self._specs[name]
             outputs[name] = empty_value(shape_of(spec, sizes), spec.dtype, device)
             binding.bind_ortvalue_output(name, outputs[name])
-        naming = NamingGraph(self._graph.file)
+        naming = NamingGraph(self._graph.file, self._copies)
         bound = BoundLogits(self._session, binding, naming, self._copies)
         bound.may_capture = shape[0] <= MAX_CAPTURED_ROWS
         bound.download = self._copies.download(list(outputs.values()))

@@ -19,7 +19,7 @@ from spec_runtime.backends.cuda.copies import Copies, StreamCopies
 from spec_runtime.backends.layout import ALIGNMENT
 from spec_runtime.backends.session import Viewer
 from spec_runtime.bundle.onnx_file import ExternalWeight, read_outline
-from spec_runtime.errors import UserError
+from spec_runtime.errors import OutOfMemoryError, UserError
 from spec_runtime.files.mapping import brief
 from spec_runtime.files.writing import file_state
 
@@ -47,7 +47,7 @@ class _Block:
     def __init__(self, num_bytes: int, cuda: Cuda) -> None:
         try:
             self.address = cuda.malloc(num_bytes)
-        except RuntimeError as error:
+        except OutOfMemoryError as error:
             raise UserError(
                 f"got no room on the GPU for {num_bytes / 1e6:.0f} MB of weights "
                 f"({brief(error, 200)}): end other programs there, or build with a lower precision"

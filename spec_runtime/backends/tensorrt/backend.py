@@ -101,10 +101,10 @@ class TensorRTBackend(DeviceBackend):
         self._trt, self._cuda, self._graph, self._profiles = trt, cuda, graph, plan.profiles
         _check_engine(engine, graph, plan, capacity)
         self._allocated: list[int] = []
-        self._maker = ContextMaker(engine, trt, plan, cuda)
+        self._maker = ContextMaker(engine, trt)
         self._runs: GraphCache[ShapedContext] = GraphCache(has_cuda_graphs)
         # Registered first: a later allocation may fail.
-        weakref.finalize(self, _release, cuda, self._runs, self._maker, self._allocated)
+        weakref.finalize(self, _release, cuda, self._runs, self._allocated)
         self._inputs = {s.name: s for s in graph.inputs if not is_cache(s)}
         self._outputs = {s.name: s for s in graph.outputs if not is_cache(s)}
         most = {axis: max(each[axis][2] for each in plan.profiles) for axis in graph.free_axes}
@@ -130,6 +130,10 @@ class TensorRTBackend(DeviceBackend):
     @property
     def bytes_to_host(self) -> int:
         return self._bytes_to_host
+
+    @property
+    def free_bytes(self) -> int:
+        return self._cuda.free_bytes
 
     def has_output(self, name: str) -> bool:
         return name in self._outputs
@@ -158,8 +162,6 @@ class TensorRTBackend(DeviceBackend):
         self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
         self._runs.run(run)
         results = self._fetch_results(run.results, outputs, sizes)
-        if self.num_runs == 1:
-            self._maker.save()
         rows = {}
         for name in kept:
             spec, first = self._outputs[name], self._results + run.results.first[name]
@@ -224,10 +226,7 @@ class TensorRTBackend(DeviceBackend):
         return self._allocated[-1]
 
 
-def _release(
-    cuda: Cuda, runs: GraphCache[ShapedContext], maker: ContextMaker, allocated: list[int]
-) -> None:
-    maker.save()
+def _release(cuda: Cuda, runs: GraphCache[ShapedContext], allocated: list[int]) -> None:
     runs.clear()
     for address in allocated:
         cuda.free(address)
@@ -282,7 +281,7 @@ def open_graph(
             f"got a bundle without a TensorRT plan for {graph.file}, expected one: run spec-export "
             "build --backend tensorrt, or choose --backend onnxruntime"
         )
-    trt = import_tensorrt(list(dict.fromkeys(plan.flavour for plan in graph.plans)))
+    trt = import_tensorrt()
     cuda = open_cuda()
     plan = choose_plan(graph.plans, trt.flavour, trt.version, cuda.compute_capability)
     engine = _deserialise(trt, bundle.file(plan.file))

@@ -6,8 +6,6 @@ from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.graph_cache import GraphRun
 from spec_runtime.backends.layout import Layout, PackedFeeds
 from spec_runtime.backends.tensorrt.api import TensorRT
-from spec_runtime.backends.tensorrt.kernels import KernelStore, kernels_path
-from spec_runtime.bundle.manifest import Plan
 
 
 class ContextMaker:
@@ -15,34 +13,12 @@ class ContextMaker:
 
     TensorRT-RTX compiles kernels for a GPU and for shapes at run time. By default it does so during
     the runs, with general kernels until it is done, and a CUDA graph captured meanwhile would keep
-    those. Here it compiles before a context's first run, and what it compiled is kept in a file.
-    TensorRT proper has all kernels in the plan.
+    those. Here it compiles before a context's first run.
     """
 
-    def __init__(self, engine: Any, trt: TensorRT, plan: Plan, cuda: Cuda) -> None:
+    def __init__(self, engine: Any, trt: TensorRT) -> None:
         self._engine, self._trt = engine, trt
-        self._kernels: KernelStore | None = None
-        if trt.flavour == "tensorrt_rtx":
-            self._open_config(plan, cuda)
-
-    def make(self) -> Any:
-        """Returns a new execution context without memory, profile, shapes or addresses."""
-        if self._kernels is None:
-            strategy = self._trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
-            context = self._engine.create_execution_context(strategy)
-        else:
-            context = self._engine.create_execution_context(runtime_config=self._config)
-        if context is None:
-            raise RuntimeError(f"TensorRT makes no execution context: {self._trt.reason}")
-        return context
-
-    def save(self) -> None:
-        """Keeps the kernels that were compiled so far for the next process."""
-        if self._kernels is not None:
-            self._kernels.save()
-
-    def _open_config(self, plan: Plan, cuda: Cuda) -> None:
-        module, config = self._trt.module, self._engine.create_runtime_config()
+        module, config = trt.module, engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(
             module.ExecutionContextAllocationStrategy.USER_MANAGED
         )
@@ -51,11 +27,14 @@ class ContextMaker:
         )
         # We capture runs ourselves, and one capture cannot hold another.
         config.cuda_graph_strategy = module.CudaGraphStrategy.DISABLED
-        cache = config.create_runtime_cache()
-        self._kernels = KernelStore(cache, self._trt, kernels_path(plan, cuda.gpu_name))
-        if not config.set_runtime_cache(cache):
-            raise RuntimeError(f"TensorRT takes no runtime cache: {self._trt.reason}")
         self._config = config
+
+    def make(self) -> Any:
+        """Returns a new execution context without memory, profile, shapes or addresses."""
+        context = self._engine.create_execution_context(runtime_config=self._config)
+        if context is None:
+            raise RuntimeError(f"TensorRT makes no execution context: {self._trt.reason}")
+        return context
 
 
 class ShapedContext(GraphRun):
@@ -76,7 +55,7 @@ class ShapedContext(GraphRun):
     def enqueue(self) -> None:
         """See GraphRun.enqueue. The first run also finishes TensorRT's own preparations."""
         self._execute()
-        if not self.has_run and self._trt.flavour == "tensorrt_rtx":  # TensorRT has no such method
+        if not self.has_run:
             self.may_capture = bool(self._context.is_stream_capturable(self._cuda.stream))
 
     def capture(self) -> None:

@@ -4,14 +4,14 @@
 // Inputs: x f32[..., K]; weight; scale; zero points, minima and bias, each of which may be missing
 // (see few_rows.h for their forms). All but x are initializers, which are read where they lie.
 // Attribute `bits`: 4 or 8, 0 for weights s8[K, N] with a scale a column, or 32 for float weights,
-// which have no scale, and are f32[N, K] if `turned` is 1. With 0 and 32, `threads` says how many
-// the session has. Output: f32[..., N].
+// which have no scale, and are f32[N, K] if `turned` is 1; `threads`: how many the session has.
+// Output: f32[..., N].
 #include <stdlib.h>
 #include <string.h>
 
 #include "operator.h"
 
-enum { MOST_TASKS = 64, ROWS_TO_READ = 16, FEW_PRODUCTS = 100000, FEW_VALUES = 30000 };
+enum { ROWS_TO_READ = 16, FEW_PRODUCTS = 100000, FEW_VALUES = 30000 };
 // An int32 holds sums of so many products of 128 * 127.
 enum { MOST_VALUES = 130000 };
 enum { X, WEIGHT, SCALE, ZERO, MINIMUM, BIAS, NUM_INPUTS };
@@ -60,8 +60,8 @@ static OrtStatus *read_product(OrtApi api, const OrtKernelInfo *info, Product *p
   const int is_float = bits == 32, has_blocks = bits && !is_float;
   int64_t turned = 0;
   if (is_float) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "turned", &turned));
-  if (!has_blocks) TRY(ORT(api, KernelInfoGetAttributeInt)(info, "threads", &p->threads));
-  if (!has_blocks && p->threads < 1) return refuse(api, "threads", p->threads, 1);
+  TRY(ORT(api, KernelInfoGetAttributeInt)(info, "threads", &p->threads));
+  if (p->threads < 1) return refuse(api, "threads", p->threads, 1);
   p->bits = (int)bits, p->is_turned = turned != 0;
   TRY(initializer(api, info, WEIGHT, is_float ? FLOAT : bits ? UINT8 : INT8, sizes, &count,
                   (const void **)&p->weight));
@@ -144,8 +144,8 @@ static void divide(const Kernel *k, Call *call) {
   const int64_t threads = k->product.threads, step = k->record.columns;
   const int64_t tiles = (k->product.N + step - 1) / step;
   int64_t least = INT64_MAX;
-  call->parts = tiles < MOST_TASKS ? tiles : MOST_TASKS, call->row_parts = 1;
-  for (int64_t parts = 1; parts <= threads; parts++) {  // none with bits 4 and 8
+  call->parts = tiles, call->row_parts = 1;  // of fewer tiles than threads
+  for (int64_t parts = 1; parts <= threads; parts++) {
     const int64_t row_parts = threads / parts;
     const int64_t tall = (call->rows + row_parts - 1) / row_parts, wide = (tiles + parts - 1) / parts;
     if (wide * (tall + ROWS_TO_READ) > least || parts > tiles || row_parts > call->rows) continue;

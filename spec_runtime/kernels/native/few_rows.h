@@ -10,7 +10,7 @@ typedef struct {
   int bits;               // 4 or 8: blocks of a column's weights; 0: s8[K, N], a scale a column;
                           // 32: f32[K, N], or f32[N, K] if they are turned
   int is_turned;
-  int64_t threads;        // of the session, with bits 0 and 32
+  int64_t threads;        // of the session
   int64_t K, N;           // a row has K values, and N results
   int64_t block, blocks;  // weights that share a scale; blocks of a column
   const uint8_t *weight;  // bits 4: u8[N, blocks, block / 2], the first value is the low half;

@@ -17,7 +17,7 @@
 #define INLINE TARGET static inline __attribute__((always_inline))
 INLINE int64_t up_to(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 #define MAGIC 12582912.0f  // 1.5 * 2^23: added to a float, its lowest bits are the nearest integer
-enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000, PANEL = 3 * LANES };
+enum { SLAB = 256, MANY = 32, MAX_ROWS = 8, SOON = 32, ALIGNED = 64, MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000, PANEL = 3 * LANES };
 
 // Returns how many values of a row share a scale: never those of two blocks of weights.
 INLINE int64_t step_of(const Product *p) { return p->block < ACTIVATIONS ? p->block : ACTIVATIONS; }
@@ -152,8 +152,8 @@ INLINE void find_offsets(const Product *p, int64_t n, int64_t width, const float
   }
 }
 
-// Computes LANES columns, or as many as there are, of R rows. Meanwhile memory gets the weights of
-// the next columns, `next`, unless it is null.
+// Computes LANES columns, or as many as there are, of R rows. Meanwhile memory gets what is SOON
+// columns further on, whose weights begin at `next`, unless it is null.
 INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records, float *y,
                        int64_t n, int64_t width, const Columns *columns, const uint8_t *next,
                        const int bits, const int R) {
@@ -179,6 +179,10 @@ INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records
       } else {
         for (int r = 0; r < R; r++) sum[r] = dot8(w, four_b(x + r * size), sum[r]);
       }
+    }
+    if (next && part == 0) {
+      __builtin_prefetch(p->scale + (n + SOON) * p->blocks + b * LANES, 0, 2);
+      if (p->minimum) __builtin_prefetch(p->minimum + b * p->N + n + SOON, 0, 2);
     }
     VF scale = load_f(columns->scales + b * LANES);
     for (int r = 0; r < R; r++) {
@@ -326,7 +330,7 @@ TARGET static int multiply(const Product *p, const Record *l, const uint8_t *rec
     turn((const uint8_t *)(p->scale + n * p->blocks), 4 * p->blocks, width, (uint8_t *)scales);
     if (p->zero) find_offsets(p, n, width, scales, offsets);
     else if (p->minimum) columns.offsets = p->minimum + n;
-    const uint8_t *next = p->weight + (n + LANES) * length;
+    const uint8_t *next = p->weight + (n + SOON) * length;
     for (int64_t r = 0; r < rows; r += MAX_ROWS, next = 0) {
       const uint8_t *record = records + r * l->size;
       int64_t few = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
