@@ -173,7 +173,9 @@ def _structural(structures: Any, triggers: Any) -> Grammar:
         tagged = _tagged(each)
         trigger = next((one for one in triggers if tagged.begin.startswith(one)), None)
         if trigger is None:
-            raise format_error(f"got begin {_shown(tagged.begin)}, expected one after a trigger")
+            raise format_error(
+                f"got begin {_shown(tagged.begin)}, expected it to begin with a trigger"
+            )
         rest = replace(tagged, begin=tagged.begin.removeprefix(trigger))
         found.setdefault(trigger, []).append(rest)
     text = " | ".join(each.text for tags in found.values() for each in tags)

@@ -151,6 +151,8 @@ class GrammarCompiler:
             else:
                 quoted = self._tokens.quoted(each.begin)
                 is_text = json.dumps(each.begin) == quoted  # a special token ends the text itself
+                if not is_text and not quoted.startswith('"" '):
+                    raise ValueError(f"a special token is not at the start of {each.begin!r}")
                 lines += [f"trigger{number}[lazy]: TEXT {quoted}"] * is_text
                 trigger = f"trigger{number}" if is_text else f"TEXT {quoted}"
                 lines.append(f"form{number}: {trigger} ({' | '.join(map(tagged, each.choices))})")
