@@ -54,14 +54,6 @@ def command(
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="OUT", help="Draw the tree into this file")
     ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png",
-            metavar="OUT",
-            help="The same as a picture; needs matplotlib (the extra figures)",
-        ),
-    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="The manifest, with the folder and file sizes; or the tree"),
@@ -72,9 +64,9 @@ def command(
     if tree:
         entry, accuracy = _drafter_with_accuracy(opened, drafter)
         name, paths = _named_tree(entry, accuracy, template, nodes)
-        _show_tree(entry, accuracy, name, paths, svg, png, as_json)
+        _show_tree(entry, accuracy, name, paths, svg, as_json)
         return
-    if any(option is not None for option in (template, drafter, nodes, svg, png)):
+    if any(option is not None for option in (template, drafter, nodes, svg)):
         raise UserError("got options of a tree, expected --tree with them")
     sizes = {name: opened.file(name).stat().st_size for name in opened.manifest.files}
     if as_json:
@@ -138,10 +130,9 @@ def _show_tree(
     name: str,
     paths: Sequence[RankPath],
     svg: Path | None,
-    png: Path | None,
     as_json: bool,
 ) -> None:
-    """Draws the tree into the files given, and prints it."""
+    """Draws the tree into the file given, and prints it."""
     length = templates.expected_accepted_length(paths, accuracy)
     is_estimated = entry.calibration is None
     title = visible(
@@ -149,9 +140,8 @@ def _show_tree(
         + ("estimated from the validation of its training" if is_estimated else "expected")
     )
     if svg is not None:
-        _write(svg, drawing.svg(paths, accuracy, title).encode())
-    if png is not None:
-        _write(png, drawing.png(paths, accuracy, title))
+        require_writable(svg)
+        write_atomically(svg, drawing.svg(paths, accuracy, title).encode())
     if as_json:
         probabilities = templates.path_probabilities(paths, accuracy)
         rows = [
@@ -162,11 +152,6 @@ def _show_tree(
         print(json.dumps({**about, "nodes": rows}))
         return
     Console().print(drawing.terminal(paths, accuracy, title))
-
-
-def _write(path: Path, content: bytes) -> None:
-    require_writable(path)
-    write_atomically(path, content)
 
 
 def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:

@@ -575,19 +575,6 @@ def joined(parts: Sequence[Part]) -> tuple[str, list[ToolCall]]:
     return text, [ToolCall(name, "".join(pieces)) for name, pieces in calls]
 
 
-def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[ToolCall]]:
-    """Returns an answer's text without its calls, and the calls in their order.
-
-    With `tools`, functions in OpenAI's form, calls of functions that are not among them stay text.
-    Raises UserError for an unknown family and for tools in another form.
-
-    Example, hermes: 'Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>' gives
-    'Let me see.' and one call of `now` with the arguments '{}'.
-    """
-    template = template_of(None, family)
-    return joined(ResponseReader(template, tools, streams=False).push(text, is_end=True))
-
-
 def _parsed(text: str) -> Any:
     """Returns what a JSON text says, None for what is no JSON."""
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import brief
 
-# The further keys of each type; the last five types are our own.
+# The further keys of each type; the types after json_schema are our own, but vLLM's structural_tag.
 _KNOWN: dict[str, tuple[str, ...]] = {
     "text": (),
     "json_object": (),
@@ -21,6 +21,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "tagged_json": ("begin", "schema", "end"),
     "any_of": ("formats",),
     "triggered_json": ("triggers",),
+    "structural_tag": ("structures", "triggers"),
 }
 # What a bare JSON schema is known by.
 _JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -29,6 +30,7 @@ _JSON_KEYWORDS = frozenset(
 )
 # What OpenAI's "json_schema" holds; only `schema` changes what is allowed.
 _SCHEMA_KEYS = ("name", "schema", "description", "strict")
+_FREE = ("triggered_json", "structural_tag")  # whose text is free outside of JSON
 _ANY_OBJECT = json.dumps({"type": "object"})
 
 
@@ -40,7 +42,8 @@ class Grammar:
     JSON may stand between two fixed texts, `begin` and `end`, in which the names of a tokenizer's
     special tokens stand for these tokens. A text of kind any_of fits one of the `choices`, which
     are no context-free grammars. A text of kind triggered_json is free, but the `choices` are JSON
-    schemas with regular expressions as `begin`: what fits one is followed by JSON of its schema.
+    schemas with regular expressions as `begin`: what fits one is followed by JSON of its schema, or
+    by one of its own `choices`, which are JSON between fixed texts.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "any_of", "triggered_json"]
@@ -89,6 +92,8 @@ def read_format(response_format: Any) -> Grammar | None:
         return _any_of(response_format.get("formats"))
     if kind == "triggered_json":
         return _triggered(response_format.get("triggers"))
+    if kind == "structural_tag":
+        return _structural(response_format.get("structures"), response_format.get("triggers"))
     value = response_format.get(_KNOWN[kind][0])
     if not isinstance(value, str):
         raise format_error(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
@@ -124,7 +129,7 @@ def _any_of(formats: Any) -> Grammar:
     found = []
     for each in formats:
         kind = each.get("type") if isinstance(each, Mapping) else None
-        grammar = None if kind in ("ebnf", "any_of", "triggered_json") else read_format(each)
+        grammar = None if kind in ("ebnf", "any_of", *_FREE) else read_format(each)
         if grammar is None:
             raise format_error(
                 f"got response_format of type {_shown(kind)} as one of several, or beside tools; "
@@ -148,6 +153,34 @@ def _triggered(triggers: Any) -> Grammar:
         found.append(Grammar("json_schema", schema_text(each.get("schema")), begin=regex))
     text = " | ".join(each.text for each in found)
     return Grammar("triggered_json", text, choices=tuple(found))
+
+
+def _structural(structures: Any, triggers: Any) -> Grammar:
+    """Returns the grammar of a free text in which each trigger begins one of the structures: two
+    texts, the first of which begins with the trigger, and JSON between them."""
+    for name, given in (("structures", structures), ("triggers", triggers)):
+        if not isinstance(given, list | tuple) or not given:
+            raise format_error(f"got {name} {_shown(given)}, expected a list of at least one")
+    if not all(isinstance(each, str) and each for each in triggers):
+        raise format_error(
+            f"got triggers {_shown(triggers)}, expected texts of a character or more"
+        )
+    found: dict[str, list[Grammar]] = {}
+    for each in structures:
+        if not isinstance(each, Mapping):
+            raise format_error(f"got structure {_shown(each)}, expected begin, schema and end")
+        _require_keys("structure", each, ("begin", "schema", "end"))
+        tagged = _tagged(each)
+        trigger = next((one for one in triggers if tagged.begin.startswith(one)), None)
+        if trigger is None:
+            raise format_error(
+                f"got begin {_shown(tagged.begin)}, expected it to begin with a trigger"
+            )
+        rest = replace(tagged, begin=tagged.begin.removeprefix(trigger))
+        found.setdefault(trigger, []).append(rest)
+    text = " | ".join(each.text for tags in found.values() for each in tags)
+    forms = [Grammar("any_of", "", one, choices=tuple(tags)) for one, tags in found.items()]
+    return Grammar("triggered_json", text, choices=tuple(forms))
 
 
 def _schema(entry: Any) -> str:

@@ -126,30 +126,47 @@ class GrammarCompiler:
         is_triggered = grammar.kind == "triggered_json"
         choices, schemas = grammar.choices or (grammar,), list[Any]()
         start = " | ".join(f"form{number}" for number in range(len(choices)))
-        lines = self._free_text(start) if is_triggered else [f"start: {start}"]
+        begins = [each.begin for each in choices if each.choices]
+        lines = self._free_text(start, begins) if is_triggered else [f"start: {start}"]
+
+        def json_rule(schema: str) -> str:
+            """Adds the rule of JSON of this schema, and returns its name."""
+            schemas.append(json_schema.prepared(json.loads(schema)))
+            styled = json.dumps({"x-guidance": _JSON_STYLE, **schemas[-1]})
+            lines.append(f"json{len(schemas)}: %json {styled}")
+            return f"json{len(schemas)}"
+
+        def tagged(form: Grammar) -> str:
+            begin, end = map(self._tokens.quoted, (form.begin, form.end))
+            return f"{begin} {json_rule(form.text)} {end}"
+
         for number, each in enumerate(choices):
             if each.kind == "regex":
                 lines.append(f"form{number}: {_in_lark(each.text)}")
-                continue
-            if is_triggered:
+            elif not is_triggered:
+                lines.append(f"form{number}: {tagged(each)}")
+            elif not each.choices:
                 lines.append(f"trigger{number}[lazy]: TEXT {_in_lark(each.begin)}")
-                lines.append(f"form{number}: trigger{number} BLANK json{number}")
+                lines.append(f"form{number}: trigger{number} BLANK {json_rule(each.text)}")
             else:
-                begin, end = map(self._tokens.quoted, (each.begin, each.end))
-                lines.append(f"form{number}: {begin} json{number} {end}")
-            schemas.append(json_schema.prepared(json.loads(each.text)))
-            styled = json.dumps({"x-guidance": _JSON_STYLE, **schemas[-1]})
-            lines.append(f"json{number}: %json {styled}")
+                quoted = self._tokens.quoted(each.begin)
+                is_text = json.dumps(each.begin) == quoted  # a special token ends the text itself
+                if not is_text and not quoted.startswith('"" '):
+                    raise ValueError(f"a special token is not at the start of {each.begin!r}")
+                lines += [f"trigger{number}[lazy]: TEXT {quoted}"] * is_text
+                trigger = f"trigger{number}" if is_text else f"TEXT {quoted}"
+                lines.append(f"form{number}: {trigger} ({' | '.join(map(tagged, each.choices))})")
         return str(library.grammar_from_lark("\n".join(lines))), schemas
 
-    def _free_text(self, forms: str) -> list[str]:
+    def _free_text(self, forms: str, begins: Sequence[str]) -> list[str]:
         """Returns the rules of a text in which anything may stand before and after these forms,
-        special tokens too."""
+        special tokens too, but for those in `begins`, the texts with which forms begin."""
         lines = [r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]?/"]
-        if self._tokens.special:
-            ids = ",".join(map(str, self._tokens.special.values()))
+        special, taken = self._tokens.special.items(), "\0".join(begins)
+        ids = [str(token) for name, token in special if name not in taken]
+        if ids:
             forms += " | special"
-            lines.append(f"special: TEXT <[{ids}]>")
+            lines.append(f"special: TEXT <[{','.join(ids)}]>")
         return [f"start: ({forms})* TEXT", *lines]
 
 

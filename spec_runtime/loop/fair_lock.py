@@ -42,11 +42,6 @@ class FairLock:
     def __init__(self) -> None:
         self._queue: list[Holder] = []
 
-    @property
-    def num_holders(self) -> int:
-        """Counts the caller that holds the lock and those that wait for it."""
-        return len(self._queue)
-
     @contextmanager
     def hold(
         self, holder: Holder | None = None, interruption: Interruption | None = None

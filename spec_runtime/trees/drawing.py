@@ -1,10 +1,9 @@
-"""Draws trees: a static tree by its ranks (lines for a terminal, SVG, PNG), or one accepted tree of
-a real step (SVG).
+"""Draws trees: a static tree by its ranks (lines for a terminal, SVG), or one accepted tree of a
+real step (SVG).
 
 Levels go to the right. The first child stays in its parent's row and the others come below.
 """
 
-import io
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,69 +55,31 @@ def layout(paths: Sequence[RankPath]) -> dict[RankPath, tuple[int, int]]:
     return place
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """A static tree in pixels: edges as (x1, y1, x2, y2), nodes as (x, y, radius, text)."""
-
-    width: int
-    height: int
-    edges: list[tuple[int, int, int, int]]
-    nodes: list[tuple[int, int, float, str]]
-
-
-def _drawing(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> _Drawing:
-    """Lays a static tree out; a node's area grows with the probability of its path."""
+def svg(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> str:
+    """Returns an SVG document of a static tree: the title, a `line` for each edge, then a `circle`
+    and a `text` for each node. A node's area grows with the probability of its path."""
     probability = {(): 1.0, **path_probabilities(paths, accuracy)}
     text = {(): "root", **labels(paths, accuracy)}
     at = {
         path: (MARGIN + column * LEVEL_WIDTH, TITLE_HEIGHT + MARGIN + row * ROW_HEIGHT)
         for path, (column, row) in layout(paths).items()
     }
-    return _Drawing(
-        max(MARGIN + 8 * len(title), LEVEL_WIDTH + max(x for x, _ in at.values())),
-        MARGIN + max(y for _, y in at.values()),
-        [(*at[path[:-1]], *at[path]) for path in paths],
-        [(x, y, 1.5 + 6 * probability[path] ** 0.5, text[path]) for path, (x, y) in at.items()],
-    )
-
-
-def svg(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> str:
-    """Returns an SVG document of a static tree: the title, a `line` for each edge, then a `circle`
-    and a `text` for each node."""
-    drawing = _drawing(paths, accuracy, title)
-    width, height = drawing.width, drawing.height
+    width = max(MARGIN + 8 * len(title), LEVEL_WIDTH + max(x for x, _ in at.values()))
+    height = MARGIN + max(y for _, y in at.values())
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{MARGIN}" y="{MARGIN + 4}" font-size="14">{escape(title)}</text>',
     ]
-    for x1, y1, x2, y2 in drawing.edges:
+    for path in paths:
+        (x1, y1), (x2, y2) = at[path[:-1]], at[path]
         lines.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#999"/>')
-    for x, y, radius, text in drawing.nodes:
+    for path, (x, y) in at.items():
+        radius = 1.5 + 6 * probability[path] ** 0.5
         lines.append(f'<circle cx="{x}" cy="{y}" r="{radius:.2f}" fill="{COLOUR}"/>')
-        lines.append(f'<text x="{x + 9}" y="{y - 4}">{text}</text>')
+        lines.append(f'<text x="{x + 9}" y="{y - 4}">{text[path]}</text>')
     return "\n".join([*lines, "</svg>", ""])
-
-
-def png(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> bytes:
-    """Returns the picture of `svg` as PNG. Raises ModuleNotFoundError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    drawing = _drawing(paths, accuracy, title)
-    figure = Figure(figsize=(drawing.width / 100, drawing.height / 100), dpi=150)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
-    axes.axis("off")
-    points = 72 / 100  # a pixel
-    axes.text(MARGIN, MARGIN + 4, title, fontsize=14 * points)
-    for x1, y1, x2, y2 in drawing.edges:
-        axes.plot([x1, x2], [y1, y2], color="#999", linewidth=points, zorder=1)
-    for x, y, radius, text in drawing.nodes:
-        axes.plot([x], [y], "o", markersize=2 * radius * points, color=COLOUR, markeredgewidth=0)
-        axes.text(x + 9, y - 4, text, fontsize=11 * points)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
 
 
 CHARACTER = 7.8  # the width of a monospaced character of 13 px

@@ -251,6 +251,8 @@ def test_a_choice_without_tools_asks_for_nothing(client: Any, choice: str) -> No
 
 SCHEMA = {"type": "object"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TAG = {"structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f="]}
+STRUCTURAL = {**TAG, "type": "structural_tag"}
 WORD = {"type": "regex", "regex": r"yes|no\?"}
 
 
@@ -261,6 +263,8 @@ WORD = {"type": "regex", "regex": r"yes|no\?"}
         ({"json_schema": SCHEMA}, JSON_SCHEMA),
         ({"structured_outputs": {"json": SCHEMA, "regex": None}}, JSON_SCHEMA),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, JSON_SCHEMA),
+        ({"structured_outputs": {"structural_tag": json.dumps(STRUCTURAL)}}, STRUCTURAL),
+        ({"guided_structural_tag": TAG}, STRUCTURAL),
         ({"guided_regex": "a+"}, {"type": "regex", "regex": "a+"}),
         ({"structured_outputs": {"choice": ["yes", "no?"]}}, WORD),
         ({"guided_choice": ["yes", "no?"]}, WORD),
@@ -471,6 +475,9 @@ def test_a_header_has_a_few_names_and_no_line_of_its_own(client: Any) -> None:
         {"guided_regex": ["x"]},
         {"grammar": {"a": 1}},
         {"structured_outputs": {"choice": [1]}},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"response_format": {**STRUCTURAL, "triggers": ["<g="]}},
+        {"response_format": {**STRUCTURAL, "structures": [3]}},
         {"response_format": {"type": "json_object", "schema": 3}},
     ],
     ids=str,

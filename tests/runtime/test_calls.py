@@ -208,7 +208,7 @@ def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
     runs.wait_for_run()
     lock = engine.target.lock
     waiting = [started(engine, [1, 2, 3]) for _ in range(2)]
-    wait_until(lambda: lock.num_holders == 3)
+    wait_until(lambda: len(lock._queue) == 3)
     closing = threading.Thread(target=engine.close)
     closing.start()
     for answer in waiting:
@@ -220,7 +220,7 @@ def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
     assert not closing.is_alive()
     assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 1)
     assert runs.num_runs == 1
-    assert lock.num_holders == 0
+    assert len(lock._queue) == 0
 
 
 def test_a_closed_engine_says_so_in_one_line() -> None:

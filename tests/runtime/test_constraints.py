@@ -146,6 +146,18 @@ def test_free_text_with_triggers_is_that_of_plain_decoding(sampling: str, form: 
         assert result.token_ids == plain.token_ids, drafter
 
 
+def test_structural_tags_are_those_of_plain_decoding() -> None:
+    """Two structures share a trigger, and one has another one."""
+    found = [("ab", "ab", "!"), ("ac", "name", "?"), ("b", "x", "")]
+    tags = [{"begin": a, "schema": {"const": b}, "end": c} for a, b, c in found]
+    kind = {"type": "structural_tag", "structures": tags, "triggers": ["a", "b"]}
+    bias = {EOS: -90.0, BOS: -90.0, ord("a"): 9.0, ord("b"): 9.0}
+    plain = answer("none", kind, prompt=2, logit_bias=bias)
+    assert re.match(r'([^ab]*(ab"ab"!|ac"name"\?|b"x")){2}', plain.text), plain.text
+    for drafter in SPECULATIVE:
+        assert answer(drafter, kind, prompt=2, logit_bias=bias).token_ids == plain.token_ids
+
+
 def require_fit(text: str, kind: dict[str, Any]) -> None:
     if kind["type"] == "regex":
         assert re.fullmatch(kind["regex"], text), text
@@ -425,6 +437,21 @@ def test_free_text_with_triggers_has_special_tokens_outside_of_json() -> None:
     assert read(follower, tokens[:5]) == 5
     assert not follower.allowed()[[SPECIAL_CALL, EOS]].any()
     require_no_trace(grammar, tokens)
+
+
+def test_a_special_token_that_is_a_trigger_is_not_free() -> None:
+    name = "<|call|>"
+    tag = {"begin": f"{name}f", "schema": {"type": "boolean"}, "end": "!"}
+    kind = {"type": "structural_tag", "structures": [tag], "triggers": [name]}
+    before, after = (TOKENIZER.encode(each, False) for each in ("xf", "ftrue!x"))
+    tokens = [*before, BOS, SPECIAL_CALL, *after, EOS]
+    follower = matcher(read_format(kind))
+    assert read(follower, tokens) == len(tokens)
+    follower.retreat(len(tokens))
+    assert read(follower, [SPECIAL_CALL, *before]) == 1
+    late = {**kind, "structures": [{**tag, "begin": "see <|call|>"}], "triggers": ["see <|call|>"]}
+    with pytest.raises(UserError, match="special token is not at the start of 'see <|call|>'"):
+        matcher(read_format(late))
 
 
 def require_no_trace(grammar: Grammar, tokens: list[int]) -> None:

@@ -82,7 +82,7 @@ class Call:
     def __init__(self, engine: Engine, seed: int = 9, done: list[int] | None = None) -> None:
         self.result: GenerationResult | None = None
         self._seed = seed
-        before = engine.target.lock.num_holders
+        before = len(engine.target.lock._queue)
 
         def work() -> None:
             self.result = engine.generate(random_prompt(seed), max_new_tokens=12)
@@ -92,7 +92,7 @@ class Call:
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
         # where nobody is before it, it may be over before this thread looks
-        wait_until(lambda: engine.target.lock.num_holders > before or not self._thread.is_alive())
+        wait_until(lambda: len(engine.target.lock._queue) > before or not self._thread.is_alive())
 
     @property
     def is_waiting(self) -> bool:
@@ -196,7 +196,7 @@ def test_an_interrupted_thread_leaves_the_queue() -> None:
     assert call.is_waiting
     streams[0].close()
     assert call.answers_rightly()
-    assert engine.target.lock.num_holders == 0
+    assert len(engine.target.lock._queue) == 0
 
 
 def test_an_interruption_between_two_steps_gives_the_target_back(

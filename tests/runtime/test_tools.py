@@ -19,7 +19,7 @@ from toy_engine import make_engine
 from spec_runtime.dialogue import tools
 from spec_runtime.dialogue.chat_template import ChatTemplate
 from spec_runtime.dialogue.families import FAMILIES
-from spec_runtime.dialogue.reader import Part, ResponseReader, joined, parse_calls
+from spec_runtime.dialogue.reader import Part, ResponseReader, joined
 from spec_runtime.dialogue.response_template import family_of, template_of
 from spec_runtime.dialogue.tools import (
     ToolCall,
@@ -33,6 +33,13 @@ from spec_runtime.errors import UserError
 from spec_runtime.grammar.base import read
 from spec_runtime.grammar.formats import read_format
 from spec_runtime.text.prompt import encode_prompt
+
+
+def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[ToolCall]]:
+    """Returns the text of a whole answer without its calls, and the calls."""
+    template = template_of(None, family)
+    return joined(ResponseReader(template, tools, streams=False).push(text, is_end=True))
+
 
 WEATHER = ToolCall("get_current_weather", '{"location": "San Francisco, CA"}')
 TIME = ToolCall("get_time", '{"zone": "Europe/Zürich", "dst": true}')

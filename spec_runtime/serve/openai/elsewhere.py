@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spec_runtime.errors import UserError
-from spec_runtime.files.mapping import brief
+from spec_runtime.files.mapping import brief, parse_json
 
 Object = dict[str, Any]
 
@@ -28,12 +28,24 @@ def _grammar(grammar: Any) -> Object:
     return {"type": "ebnf", "grammar": grammar}
 
 
+def _structural(tag: Any) -> Object:
+    """Returns vLLM's structural tag, which it takes as JSON in a text, too."""
+    try:
+        said = parse_json(tag) if isinstance(tag, str) else tag
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise UserError(f"got structural_tag {brief(repr(tag), 80)}, expected an object")
+    return {**said, "type": "structural_tag"}
+
+
 # What vLLM's `structured_outputs` may hold, and the response_format that says the same.
 _STRUCTURED: dict[str, Callable[[Any], Object]] = {
     "json": _schema,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
+    "structural_tag": _structural,
 }
 # Fields of vLLM and llama.cpp that say the same.
 FORMATS = {
