@@ -139,20 +139,6 @@ def _traced_once(common: Path) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def plot() -> Iterator[Any]:
-    """Returns what draws a training curve; runs of tests draw none, for the time that it takes."""
-    if "torch" not in sys.modules:
-        yield None
-        return
-    from spec_export.training import curves
-
-    with pytest.MonkeyPatch.context() as patch:
-        plot = curves._plot
-        patch.setattr(curves, "_plot", lambda *_: None)
-        yield plot
-
-
 @pytest.fixture(autouse=True)
 def _first_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves engines with their bundle's trees, but in tests marked `first_use`: what is measured

@@ -44,7 +44,6 @@ EXTRAS = {
     ),
     **dict.fromkeys(("accelerate", "peft"), "export"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), "serve"),
-    "matplotlib": "figures",
     "tensorboard": "tensorboard",
     "llguidance": "grammar",
     "prompt_toolkit": "chat",

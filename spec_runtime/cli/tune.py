@@ -1,6 +1,5 @@
 """spec-runtime tune: finds the fastest budget on this machine and keeps it as a machine profile."""
 
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +12,11 @@ from spec_runtime.cli import options
 from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import COMPACT, Console, visible
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import replacing, require_writable
+from spec_runtime.files.writing import require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
     from spec_runtime.bundle.manifest import Manifest
-    from spec_runtime.measure.tune import TuneReport
     from spec_runtime.pace.profile import Key, Profile
 
 
@@ -42,10 +40,6 @@ def command(
         bool, typer.Option("--quick", help="Predict only: no race of the best candidates")
     ] = False,
     out: options.Out = None,
-    figure: Annotated[
-        Path | None,
-        typer.Option("--figure", metavar="FILE", help="Speed by tree size, as .svg, .png or .pdf"),
-    ] = None,
 ) -> None:
     """Measure this machine and choose the budget that is fastest on it."""
     from spec_runtime.bundle import manifest as bundles
@@ -54,7 +48,8 @@ def command(
     from spec_runtime.measure.prompts import read_prompts
     from spec_runtime.pace import profile
 
-    _prepare(out, figure)
+    if out is not None:
+        require_writable(out)
     folder = bundle or bundles.find()
     opened = bundles.read(folder, verify=False)
     given = None if prompts is None else read_prompts(prompts)
@@ -66,21 +61,18 @@ def command(
     key = profile.key_of(opened, engine.drafter, threads)
     manifest = opened.manifest
     with profile.reserved(key) as path:
-        report = _measure(engine, chosen, key, manifest, max_new_tokens, quick, figure is not None)
+        found = _measure(engine, chosen, key, manifest, max_new_tokens, quick)
         figures = {
             "provenance": provenance.collect(
                 threads=threads, prompts_file=prompts, prompts=given, manifest=manifest
             ),
-            "profile": mapping.to_json(report.profile),
-            "sweep": report.sweep,
+            "profile": mapping.to_json(found),
         }
         try:
-            profile.write(report.profile)
+            profile.write(found)
         finally:  # a full disk loses neither the figures nor what is printed
-            options.deliver(out, figures, lambda: _print(report.profile, manifest.name))
+            options.deliver(out, figures, lambda: _print(found, manifest.name))
     Console().print(f"Kept in {visible(path)}", soft_wrap=True)
-    if figure is not None:
-        _draw(report, manifest.name, figure)
 
 
 def _measure(
@@ -90,8 +82,7 @@ def _measure(
     manifest: "Manifest",
     max_new_tokens: int,
     quick: bool,
-    sweep: bool,
-) -> "TuneReport":
+) -> "Profile":
     """Measures under a progress line; takes what `tune.tune` takes."""
     from spec_runtime.measure import tune
 
@@ -106,7 +97,6 @@ def _measure(
             entry.calibration if entry is not None else None,
             max_new_tokens=max_new_tokens,
             quick=quick,
-            sweep=sweep,
             on_stage=lambda stage: progress.update(task, description=stage),
             on_forecast=lambda seconds: progress.console.print(_forecast(seconds)),
         )
@@ -115,16 +105,6 @@ def _measure(
 def _forecast(seconds: float) -> str:
     """Returns one line that says how long the measurement will take."""
     return f"tuning takes about {max(1, round(seconds / 60))} min from here on this machine"
-
-
-def _prepare(out: Path | None, figure: Path | None) -> None:
-    """Raises before the measurement what would fail after it."""
-    if figure is not None:
-        if figure.suffix not in (".svg", ".png", ".pdf"):
-            raise UserError(f"got figure {figure}, expected a name that ends in .svg, .png or .pdf")
-        importlib.import_module("matplotlib")
-    for file in filter(None, (out, figure)):
-        require_writable(file)
 
 
 def _encode(engine: "Engine", contents: Iterable[Any]) -> list[list[int]]:
@@ -187,25 +167,3 @@ def _print(profile: "Profile", name: str) -> None:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def _draw(report: "TuneReport", name: str, path: Path) -> None:
-    """Draws the time of verify by tree size, and below it the speed-ups (Medusa's figure 4b)."""
-    from matplotlib.figure import Figure
-
-    key, costs = report.profile.key, report.profile.costs
-    figure = Figure(figsize=(6, 6))
-    above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(*zip(*costs.verify, strict=True), "o-")
-    above.set_ylabel("verify, ms")
-    above.set_ylim(bottom=0)
-    above.set_title(f"{name} {key.precision}, drafter {key.drafter.partition('+')[0]}")
-    nodes = [row["nodes"] for row in report.sweep]
-    for kind, style in (("predicted", "--"), ("measured", "o-")):
-        below.plot(nodes, [row[kind] for row in report.sweep], style, label=kind)
-    below.axhline(1.0, color="grey", linewidth=0.8)
-    below.set_xlabel("nodes of a tree")
-    below.set_ylabel("speed-up over plain decoding")
-    below.legend()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, bbox_inches="tight")

@@ -3,7 +3,7 @@ recorded trees, and lets the best race plain decoding."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,14 +45,6 @@ PROMPTS = (
     "Write a Python function that returns the second largest number of a list.",
     "Begin a story about a lighthouse keeper who finds a letter in a bottle.",
 )
-
-
-@dataclass(frozen=True)
-class TuneReport:
-    """The profile; for the figure, speed-ups by size as rows {nodes, predicted, measured}."""
-
-    profile: Profile
-    sweep: list[dict[str, float]]
 
 
 def decoding(engine: Engine, candidate: Candidate, costs: Costs) -> Engine:
@@ -104,15 +96,14 @@ def tune(
     *,
     max_new_tokens: int = 64,
     quick: bool = False,
-    sweep: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
     on_forecast: Callable[[float], None] = lambda seconds: None,
-) -> TuneReport:
+) -> Profile:
     """Returns the profile of `engine`'s drafter (loaded without a profile), from `prompts`, each a
     list of token ids.
 
     `calibration`: the bundle's, see DrafterInfo. `quick`: no race, the predictions decide.
-    `sweep`: measure trees of many sizes as well. `on_forecast` gets the seconds that all will still
+    `on_forecast` gets the seconds that all will still
     take, once the target's passes are measured. Raises UserError for an engine that has no trees to
     tune, and for prompts that the target answers with nothing.
     """
@@ -125,9 +116,9 @@ def tune(
     on_stage("verify")
     longest = max(prompts, key=len)
     passes = measure_passes(target, longest, sizes, engine.wants, VERIFY_SECONDS)
-    num_nodes = RECORD_NODES if calibration is None or sweep else DRAFT_NODES
+    num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
     num_tokens = len(prompts) * max_new_tokens
-    on_forecast(_forecast(passes[0], num_nodes, num_tokens, bool(lookup_nodes), quick, sweep))
+    on_forecast(_forecast(passes[0], num_nodes, num_tokens, bool(lookup_nodes), quick))
 
     on_stage("trees of the drafter")
     unmerged = engine.observed(without_lookup)
@@ -169,15 +160,11 @@ def tune(
     if not quick:
         candidates = _raced(engine, costs, candidates, prompts, max_new_tokens, on_stage)
     source = "run" if calibration is None else "calibration"
-    profile = Profile(key, costs, source, tuple(candidates), choose(candidates))
-    if not sweep:
-        return TuneReport(profile, [])
-    on_stage("sizes of tree")
-    return TuneReport(profile, _sweep(engine, recorder, costs, prompts, max_new_tokens))
+    return Profile(key, costs, source, tuple(candidates), choose(candidates))
 
 
 def _forecast(
-    passes: PassCosts, num_nodes: int, num_tokens: int, merges: bool, quick: bool, sweep: bool
+    passes: PassCosts, num_nodes: int, num_tokens: int, merges: bool, quick: bool
 ) -> float:
     """Returns the seconds that all runs after the measurement of the target's passes will take.
 
@@ -196,8 +183,6 @@ def _forecast(
     if not quick:
         for first_round in (plain + 2 * small, plain + small):  # greedy, and at temperature 1
             total += first_round * (RACE_ROUNDS if first_round < RACE_SECONDS else 1)
-    if sweep:
-        total += plain + sum(seconds(n, num_tokens) for n in SIZES)
     return total
 
 
@@ -280,25 +265,3 @@ def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
         speedup=gain.speedup,
         accepted_length=gain.accepted_length,
     )
-
-
-def _sweep(
-    engine: Engine,
-    recorder: Recorder,
-    costs: Costs,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-) -> list[dict[str, float]]:
-    """Returns the predicted and measured speed-ups of the drafter without lookup, by tree size."""
-    largest = max(tree.num_nodes for tree, _ in recorder.seen)
-    budgets = {f"{n}": Budget(n) for n in SIZES if 1 < n <= largest}
-    engines = {name: engine.observed(without_lookup, budget) for name, budget in budgets.items()}
-    engines[PLAIN] = engine.observed(lambda _: PlainProposer(), Budget(1))
-    stats = race(engines, prompts, max_new_tokens, num_rounds=1)
-    plain = stats[PLAIN].tokens_per_second
-    rows = []
-    for name, budget in budgets.items():
-        nodes, gain = replayed(recorder.seen, budget, costs)
-        measured = round(stats[name].tokens_per_second / plain, 4)
-        rows.append({"nodes": round(nodes, 2), "predicted": gain.speedup, "measured": measured})
-    return rows

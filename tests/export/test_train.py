@@ -47,13 +47,6 @@ def test_a_run_leaves_a_drafter_and_its_curves(finished: Path) -> None:
     ]
 
 
-def test_a_curve_is_drawn(plot: Any, tmp_path: Path) -> None:
-    validated = {"step": 2, "accepted_length": 1.5, "top1_0": 0.5, "top5_0": 0.75}
-    for rows in ([{"step": 1, "loss": 2.0}], [{"step": 1, "loss": 2.0}, validated]):
-        plot(rows, tmp_path / "curves.png")
-        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 # The first process computes its features while the second waits for them, out of the group's sight,
 # which would give up.
 LATE_FEATURES = """

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    "matplotlib.figure",
     "onnxruntime",
     "spec_export.check.calibrate",
     "spec_export.distill.answers",

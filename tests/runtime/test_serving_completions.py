@@ -238,7 +238,7 @@ def test_the_answers_ids_are_returned(client: Any) -> None:
     whole = choice_of(client, COMPLETIONS, **body)
     assert toy_engine().tokenizer.decode(whole["token_ids"]) == whole["text"] != ""
     parts = [part["choices"][0]["token_ids"] for part in stream(client, COMPLETIONS, **body)[:-1]]
-    assert sum(parts, []) == whole["token_ids"]
+    assert [token for part in parts for token in part] == whole["token_ids"]
     assert "token_ids" not in choice_of(client, COMPLETIONS, **BODY)
 
 

@@ -94,7 +94,7 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     )
     begun, foretold = forecast
     assert foretold / 3 < clock.now - begun < 2 * foretold
-    costs, choice = report.profile.costs, report.profile.choice
+    costs, choice = report.costs, report.choice
     assert costs.verify == tuple((n, pytest.approx(verify(n))) for n in tune.SIZES if n <= 40)
     assert costs.plain == pytest.approx(verify(1))
     assert costs.draft == pytest.approx(0 if drafter == "prompt_lookup" else 1.5, abs=0.1)
@@ -108,8 +108,8 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     stats = tune.race(engines, prompts, 40, num_rounds=1)
     speed = {name: each.tokens_per_second for name, each in stats.items()}
     assert 1 <= known(choice.sampled_gain).accepted_length < choice.gain.accepted_length
-    profile.write(report.profile)
-    assert profile.find(KEY) == report.profile
+    profile.write(report)
+    assert profile.find(KEY) == report
     # ten steps of an answer are too few for a rate and a trust
     assert known(choice.tokens_per_second) >= 0.85 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
@@ -125,7 +125,7 @@ def test_draws_that_all_end_at_once_have_no_gain(
         return dict.fromkeys(stats, Stats()) if options.get("temperature") else stats
 
     monkeypatch.setattr(tune, "race", without_steps)
-    choice = tune.tune(timed_engine(clock, convex), PROMPTS, KEY, max_new_tokens=20).profile.choice
+    choice = tune.tune(timed_engine(clock, convex), PROMPTS, KEY, max_new_tokens=20).choice
     assert choice.speedup is not None
     assert choice.sampled_gain is None
 
@@ -139,7 +139,7 @@ def test_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
     merged = merged.observed(lambda proposer: MergedProposer(proposer, 4), Budget(8))
     found = {}
     for name, engine in (("alone", alone), ("merged", merged)):
-        tuned = tune.tune(engine, PROMPTS, KEY, max_new_tokens=40, quick=True).profile
+        tuned = tune.tune(engine, PROMPTS, KEY, max_new_tokens=40, quick=True)
         found[name] = next(c for c in tuned.candidates if c.name == "paying")
         limit = min(engine.target.max_nodes, tune.SIZES[-1])
         assert known(found[name].trees).max_nodes == limit  # type: ignore[union-attr]
@@ -153,7 +153,7 @@ def test_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
 def test_the_trust_of_sampled_texts_is_measured_and_kept(clock: Clock, profile_cache: Path) -> None:
     """Draws at temperature 1 leave the drafter's first guess more often than greedy decoding."""
     engine = timed_engine(clock, convex)
-    found = tune.tune(engine, PROMPTS, KEY, max_new_tokens=32, quick=True).profile
+    found = tune.tune(engine, PROMPTS, KEY, max_new_tokens=32, quick=True)
     paying = next(c for c in found.candidates if c.name == "paying")
     assert 1 / LARGEST_TRUST <= paying.sampled_trust < 0.9
     profile.write(found)
@@ -173,28 +173,23 @@ def test_plain_decoding_is_kept_unless_another_is_clearly_faster() -> None:
 
 def test_plain_decoding_wins_where_rows_are_dear(clock: Clock) -> None:
     engine = timed_engine(clock, lambda n: 10.0 * n)
-    assert tune.tune(engine, PROMPTS, KEY, quick=True).profile.plain_wins
+    assert tune.tune(engine, PROMPTS, KEY, quick=True).plain_wins
     report = tune.tune(engine, PROMPTS, KEY, max_new_tokens=32)
-    assert report.profile.plain_wins
-    assert report.profile.choice == Candidate(PLAIN, None, 1.0, 1.0, 100.0, 1.0, 1.0)
+    assert report.plain_wins
+    assert report.choice == Candidate(PLAIN, None, 1.0, 1.0, 100.0, 1.0, 1.0)
 
 
 def test_the_bundles_calibration_comes_first(clock: Clock) -> None:
     engine = timed_engine(clock, stepped)
     calibration = {"reliability": [[0.1, 0.05, 200], [0.4, 0.3, 100], [0.9, 0.8, 50]]}
-    quick = tune.tune(engine, PROMPTS[:1], KEY, calibration, quick=True).profile
+    quick = tune.tune(engine, PROMPTS[:1], KEY, calibration, quick=True)
     assert quick.curve == "calibration"
     paying = next(c for c in quick.candidates if c.name == "paying")
     assert known(paying.trees).reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
-    assert tune.tune(engine, PROMPTS[:1], KEY, None, quick=True).profile.curve == "run"
+    assert tune.tune(engine, PROMPTS[:1], KEY, None, quick=True).curve == "run"
 
 
-def test_the_sweep_is_predicted_and_measured(clock: Clock) -> None:
-    report = tune.tune(timed_engine(clock, convex), PROMPTS, KEY, quick=True, sweep=True)
-    sizes = [row["nodes"] for row in report.sweep]
-    assert sizes[:4] == pytest.approx([2, 3, 4, 6], abs=0.1)
-    for row in report.sweep:
-        assert row["measured"] == pytest.approx(row["predicted"], rel=0.2)
+def test_without_trees_there_is_nothing_to_tune() -> None:
     with pytest.raises(ValueError, match="got drafter none"):
         tune.tune(make_engine(), PROMPTS, KEY)
 
@@ -215,7 +210,7 @@ def test_the_command_end_to_end(
     folder = write_bundle(tmp_path / "b", ("parallelspec",), trees={"lookup_nodes": 3})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abab"}\n{"prompt": "hello"}\n{"prompt": "' + "x" * 99 + '"}\n')
-    out, figure = tmp_path / "new" / "out.json", tmp_path / "new" / "figure.svg"
+    out = tmp_path / "new" / "out.json"
     arguments = ("--bundle", folder, "--prompts", prompts, "--max-new-tokens", 20, "--threads", 1)
     assert command(*arguments, "--json", out) == 0
     captured = capsys.readouterr()
@@ -238,14 +233,11 @@ def test_the_command_end_to_end(
     assert written["key"]["drafter"] == "parallelspec+prompt_lookup"
     tuned = opened_anew(toy_graphs, folder, threads=1)
     assert isinstance(tuned.proposer, PlainProposer if written["chosen"] == PLAIN else Pacer)
-    pytest.importorskip("matplotlib")
     toy_graphs.clear()
-    assert command(*arguments, "--quick", "--json", out, "--figure", figure) == 0
-    assert figure.read_text().startswith("<?xml")
-    figures = json.loads(out.read_text())
-    assert {"nodes", "predicted", "measured"} == set(figures["sweep"][0])
-    assert all(c["tokens_per_second"] is None for c in figures["profile"]["candidates"])
-    assert sorted(file.name for file in out.parent.iterdir()) == ["figure.svg", "out.json"]
+    assert command(*arguments, "--quick", "--json", out) == 0
+    predicted = json.loads(out.read_text())["profile"]["candidates"]
+    assert all(candidate["tokens_per_second"] is None for candidate in predicted)
+    assert [file.name for file in out.parent.iterdir()] == ["out.json"]
 
 
 def test_what_cannot_be_tuned_is_one_line(
@@ -256,7 +248,6 @@ def test_what_cannot_be_tuned_is_one_line(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "' + "x" * 99 + '"}\n')
     for arguments, message in (
-        (("--figure", "speed.jpeg"), "got figure speed.jpeg, expected a name that ends in .svg"),
         (("--prompts", prompts), "got no prompt that fits the context"),
         (("--drafter", "none", "--prompts", prompts), "got no prompt that fits"),
     ):
