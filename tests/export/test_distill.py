@@ -676,7 +676,7 @@ class AnswerServer(ThreadingHTTPServer):
         self.engine, self.failures, self.with_ids = engine, list(failures), with_ids
         self.turn, self.asked, self.keys = Lock(), list[dict[str, Any]](), set[str | None]()
         self.url = f"http://127.0.0.1:{self.server_port}"
-        Thread(target=self.serve_forever, daemon=True).start()
+        Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class AnswerHandler(BaseHTTPRequestHandler):
