@@ -34,7 +34,8 @@ def say(
     checkpoint = own + num_trained * (8 + 4 * (settings.ema > 0))  # moments, average
     kept = settings.keep_checkpoints + 1 + has_held_out  # one is written before another goes
     merged = 4 * target_weights if job.plan.joint else 0
-    held = merged or (0 if features else 2 * target_weights)  # a frozen one in bfloat16
+    width = 2 if settings.precision == "bf16" else 4
+    held = merged or (0 if features else width * target_weights)
     steps = held + PER_TRAINED_WEIGHT * num_trained
     steps += sum(tensor.nbytes for tensor in (*drafter.parameters(), *drafter.buffers()))
     steps += PER_BATCH_NUMBER * settings.batch_tokens * drafter.dims.hidden_size

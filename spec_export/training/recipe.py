@@ -83,7 +83,8 @@ class TrainSection:
     step of an exponential moving average of the weights, which is then validated and exported in
     their place; 0 means none. See average.py. With a `shortlist` a step's losses through the frozen
     LM head read that many tokens of the draft vocabulary, drawn anew each step, in place of all
-    them; 0 means all. See losses.py.
+    them; 0 means all. See losses.py. `precision` is that of the steps and of a frozen target: with
+    "auto" bf16 where the machine is fast at it.
     """
 
     batch_tokens: Count = 8192
@@ -101,7 +102,7 @@ class TrainSection:
     epochs: Annotated[float | None, Gt(0), Le(MAX_EPOCHS)] = None
     max_steps: Count | None = None
     max_minutes: AboveZero | None = None
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     seed: Annotated[int, Ge(0), Le(MAX_SEED)] = 0
     log_every: Count = 10
     validate_every: Count = 200

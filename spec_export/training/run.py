@@ -8,6 +8,7 @@ trains too (joint.py).
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from spec_export.training import bigrams, checkpoint, data, features, inputs, ne
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.batches import TokenStore
 from spec_export.training.folders import BEST, CHECKPOINTS
+from spec_export.training.precision import fast_precision
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
@@ -58,6 +60,10 @@ def run(
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
     source = target.resolve(plan.model, report, plan.base)
+    if plan.train.precision == "auto":
+        chosen = fast_precision()
+        report.line(f"training in {chosen}, the faster on this machine")
+        plan = replace(plan, train=replace(plan.train, precision=chosen))
     with _writing_alone(out):
         newest = checkpoint.latest(out / CHECKPOINTS)
         inputs.require_run(out, resume, newest)
@@ -152,11 +158,12 @@ def _new_trainer(
     needs.say(job, drafter, trained, target_weights, size, bool(held_out))
     if wants_shards:
         report.line("FSDP: nothing to shard, a frozen target is whole in every process")
+    dtype = torch.bfloat16 if plan.train.precision == "bf16" else torch.float32
     if not plan.data.store_features:
-        model = model.to(accelerator.device, torch.bfloat16)
+        model = model.to(accelerator.device, dtype)
         return Trainer(job, TokenStore(examples), partial(features.of_tokens, model, taps))
     if accelerator.is_main_process:
-        model = model.to(accelerator.device, torch.bfloat16)
+        model = model.to(accelerator.device, dtype)
         with report.progress("features") as advance:
             features.build(cache, examples, model, fingerprint, taps, advance)
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import Said
 from tiny_backbone import longrope
 from tiny_target import save_llama
 from tiny_training import curve, stored, train_in_processes
@@ -15,7 +16,7 @@ from tiny_training import curve, stored, train_in_processes
 from spec_export.build import drafters as bundling
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
-from spec_export.training import checkpoint, features, trainer
+from spec_export.training import checkpoint, features, precision, trainer
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer
 
@@ -207,6 +208,28 @@ def test_bad_recipes_write_nothing(
     with pytest.raises(ValueError, match=message):
         train.run(recipe, [override], tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("bf16", "chosen"), [(50.0, "fp32"), (1.5, "bf16")])
+def test_what_is_slow_here_is_not_chosen(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: float, chosen: str
+) -> None:
+    """A CPU without instructions for bfloat16 takes 50 times as long: features, too, are fp32."""
+    found, build = [], features.build
+    monkeypatch.setattr(precision, "seconds", {torch.bfloat16: bf16, torch.float32: 1.0}.get)
+
+    def building(cache: Path, examples: Any, model: Any, *more: Any) -> Any:
+        found.append(str(model.dtype))
+        return build(cache, examples, model, *more)
+
+    monkeypatch.setattr(features, "build", building)
+    said = Said()
+    words = ["train.precision=auto", "train.max_steps=1"]
+    train.run(recipe, words, tmp_path / "run", report=said)
+    assert f"training in {chosen}, the faster on this machine" in said.lines
+    assert found == [{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[chosen]]
+    saved = checkpoint.load_drafter(tmp_path / "run" / "drafter")
+    assert saved.provenance["recipe"]["train"]["precision"] == chosen
 
 
 def test_freed_memory_goes_back_to_the_system(

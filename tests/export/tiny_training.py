@@ -105,8 +105,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 FORKED = """
 import json, os, pathlib, socket, sys
 from spec_export.cli import main
-from spec_export.training import curves, joint, run
-curves._plot = lambda *_: None
+from spec_export.training import joint, run
 for num_processes, environment, log, words in json.loads(sys.argv[1]):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
