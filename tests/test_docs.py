@@ -355,6 +355,6 @@ def test_every_file_and_every_name_in_a_package_that_texts_give_exists() -> None
             continue
         for name in re.findall(r"(?<![\w./])([a-z_]+(?:\.[A-Za-z_]\w+)+)\b", text):
             package, *rest = name.split(".")
-            is_other = name in ("text.format", "text.verbosity", "serve.run")  # a field; Ray's
+            is_other = name in ("text.format", "text.verbosity")  # fields
             if package in packages and rest[-1] not in ("py", "md", "html") and not is_other:
                 pkgutil.resolve_name(f"{packages[package]}.{'.'.join(rest)}")

@@ -15,7 +15,7 @@ from spec_runtime.cli.flags import Flags, with_flags
 from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import from_mapping, parse_json, parse_toml
 from spec_runtime.load import LoadOptions
-from spec_runtime.options import Option, declared
+from spec_runtime.options import Option
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.serve.openai.schemas import sampled_fields
 from spec_runtime.serve.settings import ServerLimits
@@ -99,20 +99,6 @@ def test_requests_have_it() -> None:
     for bad in (10.0, 0, "3"):
         with pytest.raises(pydantic.ValidationError, match="mirostat_tau"):
             model(mirostat_tau=bad)
-
-
-def test_replicas_have_it() -> None:
-    ray_app = pytest.importorskip("spec_runtime.serve.ray_app", reason="Ray is not installed")
-    for declaration, name, expected in (
-        (MoreLoading, "num_lanes", 1),
-        (MoreLimits, "max_images", 4),
-    ):
-        annotation, default = ray_app.declared_fields(declaration)[name]
-        assert pydantic.TypeAdapter(annotation).validate_python("4") == 4
-        assert default == expected
-    arguments = ray_app.Arguments.model_validate({"bundle": "b", "timeout": "9.5"})
-    assert set(arguments.limits) == set(declared(ServerLimits)) - set(ray_app.NOT_SERVED)
-    assert arguments.limits["timeout"] == 9.5
 
 
 def test_typed_arguments_are_those_of_the_declarations() -> None:

@@ -49,7 +49,6 @@ LIBRARIES = {
     "docs/serve.md": ("openai", "anthropic", "uvicorn", "fastapi"),
     "docs/embed.md": ("langchain_openai", "llguidance", "uvicorn", "fastapi"),
     "docs/guide/structured.md": ("llguidance",),
-    "docs/scale.md": ("ray",),
 }
 
 
@@ -106,8 +105,6 @@ def test_blocks_run_in_their_order(
 ) -> None:
     for library in LIBRARIES.get(page, ()):
         pytest.importorskip(library, reason=f"{library} is not installed")
-    if page == "docs/scale.md":  # the application is made; no cluster begins
-        monkeypatch.setattr("ray.serve.run", lambda application, blocking: None)
     with ExitStack() as stack:
         url = ADDRESS
         if any(ADDRESS in code for code in BLOCKS[page]):

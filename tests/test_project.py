@@ -70,7 +70,7 @@ def test_every_tested_extra_is_pinned_by_the_constraints() -> None:
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     extras = project()["optional-dependencies"]
     assert isinstance(extras, dict)
-    for extra in ("cpu", "tensorrt-rtx", "export", "distill", "hub", "serve", "ray", "docs", "dev"):
+    for extra in ("cpu", "tensorrt-rtx", "export", "distill", "hub", "serve", "docs", "dev"):
         missing = names(extras[extra]) - pinned - {"specsplit"}  # another extra of ours
         assert not missing, (extra, missing)
     assert not names(project()["dependencies"]) - pinned

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/venv.sh
-extras=cpu,export,dev,docs,tensorboard,grammar,serve,hub,chat,ray
+extras=cpu,export,dev,docs,tensorboard,grammar,serve,hub,chat
 # builds TensorRT plans without a GPU; 105 MB, and there are wheels for this platform only
 if [ "$(uname -sm)" = "Linux x86_64" ]; then extras+=,tensorrt-rtx; fi
 make_venv "$extras"

@@ -47,7 +47,6 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "llguidance": "grammar",
     "prompt_toolkit": "chat",
-    "ray": "ray",
 }
 
 # What typer raises for any wrong command line. It has no name of its own for it, and takes it from

@@ -37,11 +37,6 @@ class AsyncEngine:
         self._queue = EngineQueue(self._batch, admission)
 
     @property
-    def seconds_in_step(self) -> float:
-        """See EngineQueue.seconds_in_step."""
-        return self._queue.seconds_in_step
-
-    @property
     def num_waiting(self) -> int:
         """Counts the calls that wait for those before them."""
         return self._queue.admission.num_waiting

@@ -54,18 +54,8 @@ class EngineQueue:
         self._num_asked = 0
         self._is_closed = self._is_answering = False
         self._changed = threading.Event()  # a call that waited may go on, or one can begin
-        self._step_begun: float | None = None
         self._went_on = time.monotonic()  # when the last step ended, or the first request came
         self.preparing_since: float | None = None
-
-    @property
-    def seconds_in_step(self) -> float:
-        """Returns for how long the step that is computed now has taken; 0 if none is.
-
-        The wait for others who use the target counts as a step.
-        """
-        begun = self._step_begun
-        return 0.0 if begun is None else time.monotonic() - begun
 
     @property
     def seconds_in_preparation(self) -> float:
@@ -131,12 +121,10 @@ class EngineQueue:
         while True:
             self._changed.clear()
             try:
-                self._step_begun = time.monotonic()
                 self._begin_calls(running)
                 with self._lock:
                     if not self._batch.num_active and not self._prepared:
                         self._is_answering = False
-                        self._step_begun = None
                         return
                 if self._batch.num_active > 1:
                     self._batch.open_passes_beside()
@@ -154,7 +142,6 @@ class EngineQueue:
                     job.break_off(error)
                 running.clear()
                 went_on = True
-            self._step_begun = None
             if went_on:
                 self._went_on = time.monotonic()
             else:

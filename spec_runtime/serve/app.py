@@ -71,9 +71,8 @@ class BodyRoute(APIRoute):
 router = APIRouter(route_class=BodyRoute)
 
 
-def make_app(models: Models, settings: Settings, has_ids: bool = False) -> ASGIApp:
-    """Returns the ASGI app that serves these models. `has_ids` says that a further server is in
-    front, see guards.Guards."""
+def make_app(models: Models, settings: Settings) -> ASGIApp:
+    """Returns the ASGI app that serves these models."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -86,7 +85,7 @@ def make_app(models: Models, settings: Settings, has_ids: bool = False) -> ASGIA
     app.include_router(router)
     app.add_middleware(LendingApp)
     add_handlers(app)
-    return guarded(app, settings, models.metrics, has_ids)
+    return guarded(app, settings, models.metrics)
 
 
 def _models(request: Request) -> Models:

@@ -46,7 +46,6 @@ MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that th
 AUTHORITY = "specsplit.authority"  # the key of a scope: the server's name in a request's target
 # How bodies may be compressed, with zlib's number for it; zstd is in no library that we depend on.
 ENCODINGS = {"gzip": zlib.MAX_WBITS + 16, "x-gzip": zlib.MAX_WBITS + 16, "deflate": zlib.MAX_WBITS}
-MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (
     *OPEN_PATHS,
     "/v1/chat/completions",
@@ -63,10 +62,10 @@ access = logging.getLogger("spec_runtime.access")
 log = logging.getLogger("spec_runtime")
 
 
-def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False) -> ASGIApp:
+def guarded(app: ASGIApp, settings: Settings, metrics: Metrics) -> ASGIApp:
     """Returns an app behind Guards. Scripts of the sites in `settings.cors_origins` may ask it from
     browsers, and read its answers and errors; no cookies go with that."""
-    inner = Guards(app, settings, metrics, has_ids)
+    inner = Guards(app, settings, metrics)
     if not settings.cors_origins:
         return inner
     return CORSMiddleware(
@@ -85,21 +84,14 @@ class Guards:
     The log has one JSON line a request, without any of its text. Handlers may add to the line by
     `scope["log"]`. Mistakes of ours leave a traceback. An ApiError that the app raises is answered,
     in the midst of a stream as its last event.
-
-    Where `has_ids`, a further server is in front, which gave requests an id in X-Request-Id and
-    tells it to clients. A request that it cancels has lost its client, so that nobody is there to
-    hear of a stop.
     """
 
-    def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app = app
         self._hosts = settings.hosts
         self._key = None if settings.api_key is None else _digest(settings.api_key.encode())
         self._max_body = settings.max_body
         self._metrics = metrics
-        self._has_ids = has_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,10 +99,8 @@ class Guards:
             return
         begun = time.perf_counter()
         request_id = f"req_{uuid.uuid4().hex}"
-        if self._has_ids:
-            request_id = Headers(scope=scope).get("x-request-id", "")[:MAX_ID]
         scope["log"] = {}
-        reply = _Reply(scope, receive, send, None if self._has_ids else request_id)
+        reply = _Reply(scope, receive, send, request_id)
         try:
             await self._answer(scope, receive, reply)
         except Exception:
@@ -135,8 +125,6 @@ class Guards:
         except ClientGone:
             scope["log"]["gone"] = True
         except asyncio.CancelledError:  # uvicorn does so only when it stops
-            if self._has_ids:
-                raise
             if not reply.is_complete:
                 with suppress(
                     TimeoutError, asyncio.CancelledError
@@ -232,7 +220,7 @@ def _decoded(body: bytes, encoding: str, most: int) -> bytes:
 class _Reply:
     """Passes a response on, and knows how far it has come. `request_id` is told to the client."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str | None) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         self.status = GONE
         self.is_complete = False
         self._scope, self._receive, self._send = scope, receive, send
@@ -241,7 +229,7 @@ class _Reply:
 
     async def __call__(self, message: Message) -> None:
         is_start = message["type"] == "http.response.start"
-        if is_start and self._request_id is not None:
+        if is_start:
             value = self._request_id.encode()
             headers = [*message.get("headers", ()), (b"x-request-id", value)]
             if is_anthropics(self._scope["path"]):

@@ -19,7 +19,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(Checked):
-    """Declares how much clients may ask of a server, from which flags and Ray's arguments are made.
+    """Declares how much clients may ask of a server, from which flags are made.
 
     Raises UserError for a value outside of its range.
     """

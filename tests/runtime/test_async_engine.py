@@ -143,21 +143,6 @@ async def test_a_cancelled_task_ends_its_call_at_the_next_step(is_stream: bool) 
 
 
 @in_loop
-async def test_a_step_that_never_ends_is_seen_though_its_caller_has_gone() -> None:
-    async with gated() as (engine, runs):
-        assert engine.seconds_in_step == 0
-        task = ask(engine, 0, 100)
-        await wait_for_run(runs)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        first = engine.seconds_in_step
-        assert 0 < first < engine.seconds_in_step
-        runs.let_through()
-        await engine.generate(PROMPTS[1], max_new_tokens=1)
-        await asyncio.to_thread(wait_until, lambda: engine.seconds_in_step == 0)
-
-
-@in_loop
 async def test_a_reader_that_goes_away_ends_its_call() -> None:
     async with AsyncEngine(engine_of()) as engine:
         async with aclosing(engine.stream(PROMPTS[0], max_new_tokens=150)) as stream:
