@@ -171,9 +171,7 @@ def _structural(structures: Any, triggers: Any) -> Grammar:
         tagged = _tagged(each)
         trigger = next((one for one in triggers if tagged.begin.startswith(one)), None)
         if trigger is None:
-            raise format_error(
-                f"got begin {_shown(tagged.begin)}, expected it to begin with a trigger"
-            )
+            raise format_error(f"got begin {_shown(tagged.begin)}, expected a trigger at its start")
         rest = replace(tagged, begin=tagged.begin.removeprefix(trigger))
         found.setdefault(trigger, []).append(rest)
     text = " | ".join(each.text for tags in found.values() for each in tags)

@@ -56,7 +56,6 @@ FORMATS = {
     "grammar": _grammar,
 }
 
-
 NO_EFFORT, SOME_EFFORT = "none", "enabled"  # as `reasoning_effort`: no thinking, any at all
 _EFFORTS = {"enabled": SOME_EFFORT, "True": SOME_EFFORT, "disabled": NO_EFFORT, "False": NO_EFFORT}
 # Where others say how much is thought: a field, its part that is the budget, and its switch.
@@ -93,12 +92,8 @@ def as_ours(body: Object) -> Object:
         ours["response_format"] = _schema(format["schema"])
     if isinstance(choice := ours.get("tool_choice"), str):
         named = {"type": "function", "function": {"name": choice}}
-        tools = ours.get("tools")
-        known = (
-            [_name(tool) for tool in tools if isinstance(tool, dict)]
-            if isinstance(tools, list)
-            else []
-        )
+        tools = ours["tools"] if isinstance(ours.get("tools"), list) else []
+        known = [_name(tool) for tool in tools if isinstance(tool, dict)]
         ours["tool_choice"] = named if choice in known else {"any": "required"}.get(choice, choice)
     return ours
 
