@@ -158,13 +158,11 @@ def _triggered(triggers: Any) -> Grammar:
 def _structural(structures: Any, triggers: Any) -> Grammar:
     """Returns the grammar of a free text in which each trigger begins one of the structures: two
     texts, the first of which begins with the trigger, and JSON between them."""
-    for name, given in (("structures", structures), ("triggers", triggers)):
-        if not isinstance(given, list | tuple) or not given:
-            raise format_error(f"got {name} {_shown(given)}, expected a list of at least one")
-    if not all(isinstance(each, str) and each for each in triggers):
-        raise format_error(
-            f"got triggers {_shown(triggers)}, expected texts of a character or more"
-        )
+    if not isinstance(structures, list | tuple) or not structures:
+        raise format_error(f"got structures {_shown(structures)}, expected a list of at least one")
+    is_list = isinstance(triggers, list | tuple)
+    if not is_list or not all(isinstance(each, str) and each for each in triggers):
+        raise format_error(f"got triggers {_shown(triggers)}, expected a list of texts")
     found: dict[str, list[Grammar]] = {}
     for each in structures:
         if not isinstance(each, Mapping):
@@ -173,9 +171,7 @@ def _structural(structures: Any, triggers: Any) -> Grammar:
         tagged = _tagged(each)
         trigger = next((one for one in triggers if tagged.begin.startswith(one)), None)
         if trigger is None:
-            raise format_error(
-                f"got begin {_shown(tagged.begin)}, expected it to begin with a trigger"
-            )
+            raise format_error(f"got begin {_shown(tagged.begin)}, expected a trigger at its start")
         rest = replace(tagged, begin=tagged.begin.removeprefix(trigger))
         found.setdefault(trigger, []).append(rest)
     text = " | ".join(each.text for tags in found.values() for each in tags)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -149,11 +148,6 @@ class Budget:
                     f"got {len(paths)} paths, expected different ones, fewer than max_nodes, "
                     f"{self.max_nodes}"
                 )
-
-    @classmethod
-    def static(cls, paths: Sequence[RankPath]) -> Budget:
-        """Returns the budget that has just enough nodes for these paths and the root."""
-        return cls(1 + len(paths), growth=Static(tuple(paths)))
 
     @property
     def is_root_only(self) -> bool:

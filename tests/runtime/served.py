@@ -52,7 +52,7 @@ def toy_engine(max_length: int = 400) -> Engine:
     )
 
 
-def tool_engine() -> Engine:
+def tool_engine(max_length: int = 1500) -> Engine:
     """Returns an engine whose answers can be kept inside a grammar, and so be calls of tools."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     from bpe_tokenizer import BpeTokenizer
@@ -60,7 +60,7 @@ def tool_engine() -> Engine:
     tags = {"<tool_call>": False, "</tool_call>": False}  # added tokens, as Qwen's
     tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), tags)
     size = tokenizer.vocab_size
-    return make_engine("parallelspec", vocab_size=size, max_length=1500, tokenizer=tokenizer)
+    return make_engine("parallelspec", vocab_size=size, max_length=max_length, tokenizer=tokenizer)
 
 
 class Served:

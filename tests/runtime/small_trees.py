@@ -4,12 +4,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spec_runtime.trees.budget import Budget, RankPath, Static
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import TokenTree
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
     return TokenTree(np.array(tokens), np.array(parents))
+
+
+def budget_of(ranks: Sequence[RankPath]) -> Budget:
+    """Returns the budget that has just enough nodes for these paths and the root."""
+    return Budget(1 + len(ranks), growth=Static(tuple(ranks)))
 
 
 def grid(mask: np.ndarray) -> str:

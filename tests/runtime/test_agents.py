@@ -1,9 +1,10 @@
-"""What agents send: turns of Codex and Claude Code as they sent them, tools that nobody runs here,
+"""What agents send: requests of fifteen clients as they sent them, tools that nobody runs here,
 pictures, choices of several tools, forms of other servers, and thinking that is kept for us."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from apis import APIS, FUNCTION, TEXTS
 from served import (
     CHAT,
+    COMPLETIONS,
     HELLO,
     MESSAGES,
     RESPONSES,
@@ -40,10 +42,18 @@ from spec_runtime.serve.responses.tools import Tools
 from spec_runtime.serve.settings import Settings
 
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
+# Rows of a client, the path, the body, and what was left out; long texts are cut.
+CLIENTS: dict[str, list[Any]] = {}
+for _row in json.loads((Path(__file__).parent / "clients.json").read_text("utf-8")):
+    CLIENTS.setdefault(_row["client"], []).append(_row)
 CODEX, CLAUDE = (
-    json.loads((Path(__file__).parent / f"{name}.json").read_text("utf-8"))["requests"]
-    for name in ("codex", "claude_code")
+    [row["body"] for row in CLIENTS[name]] for name in ("Codex CLI 0.171.0", "Claude Code 2.1.197")
 )
+PARTS = ("text", "content", "output", "input", "system", "instructions", "prompt")
+MOST = {
+    **dict.fromkeys((CHAT, COMPLETIONS, MESSAGES), "max_tokens"),
+    RESPONSES: "max_output_tokens",
+}
 HERMES = AnswerForm(
     Tags("<think>", "</think>"), family="hermes", tools=[{"type": "function", "function": FUNCTION}]
 )
@@ -61,33 +71,58 @@ def client() -> Iterator[Any]:
         yield made
 
 
-# ---- Codex and Claude Code ----
+# ---- clients' own requests ----
 
 
-@pytest.mark.parametrize("turn", CODEX, ids=["asked", "called"])
-def test_turns_of_codex_are_answered(client: Any, turn: dict[str, Any]) -> None:
-    """What changes nothing and the tools that nobody runs here are named, and nothing else is."""
-    body = {**turn, "tools": CODEX[0]["tools"][-2:], "max_output_tokens": 4, "temperature": 0}
-    reply = client.post(RESPONSES, json=body)
-    assert reply.status_code == 200, reply.text
-    assert reply.headers[HEADER] == "client_metadata, tools: web_search"
-    assert '"type":"response.incomplete"' in reply.text
+@pytest.fixture(scope="module")
+def large() -> Iterator[Any]:
+    """Has room for all tools of Codex."""
+    engine = tool_engine(8000)
+    with in_process(engine) as made:
+        yield made, engine.tokenizer
 
 
-@pytest.mark.parametrize("turn", CLAUDE, ids=["asked", "called"])
-def test_turns_of_claude_code_are_answered(client: Any, turn: dict[str, Any]) -> None:
+def texts_of(said: Any) -> Iterator[str]:
+    """Gives the texts for the model in a part of a request."""
+    for value in said if isinstance(said, list) else ():
+        yield from texts_of(value)
+    for name, value in said.items() if isinstance(said, dict) else ():
+        if isinstance(value, str) and name in PARTS:
+            yield value
+        elif name in ("messages", *PARTS):
+            yield from texts_of(value)
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_requests_of_a_client_are_read_and_answered(
+    large: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that the client said is missing in the prompt; what changes nothing and the tools
+    that nobody runs here are named, and nothing else is."""
+    client, tokenizer = large
+    prompts = prompts_read(monkeypatch)
+    for row in CLIENTS[name]:
+        path, body = row["path"], {**row["body"]}
+        if path in MOST:
+            body.pop("max_completion_tokens", None)
+            body |= {MOST[path]: 4, "temperature": 0}
+        reply = client.post(path, json=body)
+        assert reply.status_code == 200, (body, reply.text)
+        assert reply.headers.get(HEADER) == row.get("ignored"), body
+        if path in MOST:
+            prompt = tokenizer.spelled(prompts.pop())
+            assert not [text for text in texts_of(body) if text not in prompt], body
+        if body.get("stream"):
+            *_, last = reply.text.strip().split("\n\n")
+            assert re.search(r"\[DONE\]|response\.(completed|incomplete)|message_stop", last), last
+
+
+def test_tools_of_claude_code_are_functions_and_calls_are_written_as_it_sends_them() -> None:
     tools = CLAUDE[0]["tools"]
-    body = {**turn, "tools": tools[:1], "max_tokens": 4, "temperature": 0}
-    reply = client.post(MESSAGES, json=body)
-    assert (reply.status_code, reply.headers.get(HEADER)) == (200, None), reply.text
-    assert '"stop_reason":"max_tokens"' in reply.text
-    asked = MessagesRequest.model_validate({**body, "tools": tools}).as_chat()
+    asked = MessagesRequest.model_validate(CLAUDE[0]).as_chat()
     assert [each["function"]["parameters"] for each in asked.tools or ()] == [
         each["input_schema"] for each in tools
     ]
-
-
-def test_a_call_is_written_as_claude_code_sends_it_back() -> None:
     (block,) = CLAUDE[1]["messages"][2]["content"]
     form = replace(HERMES, tools=[{"type": "function", "function": {"name": block["name"]}}])
     text = called(block["name"], block["input"])

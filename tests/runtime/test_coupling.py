@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from small import known
-from small_trees import paths
+from small_trees import budget_of, paths
 
 from spec_runtime.loop.generate import _acceptance
 from spec_runtime.sampling import Sampler, SamplingParams
@@ -286,7 +286,7 @@ def test_pairs_that_know_nothing_change_nothing(growth: str) -> None:
 
 
 def test_static_ranks_are_those_of_the_parent() -> None:
-    tree = grow(0, CONDITIONED, Budget.static(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0))))
+    tree = grow(0, CONDITIONED, budget_of(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0))))
     assert paths(tree) == [[7], [8], [7, 4], [8, 5], [8, 4], [8, 5, 1]]
 
 

@@ -13,6 +13,7 @@ import pytest
 from fake_clock import FakeClock
 from gates import PATIENCE, GatedRuns, in_loop, wait_until
 from small import ToyOpener, known, raising, toy_engine
+from small_trees import budget_of
 from toy_engine import DRAFTERS, keeping, make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Engine, Session, UserError
@@ -586,10 +587,10 @@ def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
 
 
 def test_static_trees_are_cut_to_their_first_paths() -> None:
-    budget = Budget.static([(0,), (0, 0), (0, 0, 0), (1,)])
+    budget = budget_of([(0,), (0, 0), (0, 0, 0), (1,)])
     assert budget.at_most(9) is budget
     cut = budget.at_most(3)
-    assert (cut.max_nodes, cut.growth) == (3, Budget.static([(0,), (1,)]).growth)
+    assert (cut.max_nodes, cut.growth) == (3, budget_of([(0,), (1,)]).growth)
     assert budget.at_most(1).is_root_only
     assert Budget(12, growth=Grown(0.1)).at_most(5) == Budget(5, growth=Grown(0.1))
 

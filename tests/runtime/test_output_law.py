@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_trees import budget_of
 
 from spec_runtime.loop import generate
 from spec_runtime.loop.accept import _pick
@@ -189,7 +190,7 @@ def excess(
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 WIDE = ((0,), (1,), (2,))
 DRAWN = {"chain": (1, 1, 1), "wide": (4,), "deep": (3, 2, 1)}
-GIVEN = {"chain": Budget.static(CHAIN), "wide": Budget.static(WIDE), "deep": Budget(16)}
+GIVEN = {"chain": budget_of(CHAIN), "wide": budget_of(WIDE), "deep": Budget(16)}
 RULES: dict[str, dict[str, Any]] = {
     "target_sampling": {},
     "without_replacement": {"acceptance": "rejection"},

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_trees import budget_of
 from toy_engine import make_engine, random_prompt
 from tuning import COSTS
 
@@ -122,8 +123,8 @@ def test_lookup_goes_on_while_the_drafter_pauses() -> None:
         pacer.commit(Step([1], 0))
     assert pacer.is_paused
     assert tree.num_nodes == 1, "nodes that do not pay are left out"
-    static = Budget.static([(0,)])
-    assert pacer.propose(1, static).num_nodes == 1, "ranks say nothing of a match"
+    flat = budget_of([(0,)])
+    assert pacer.propose(1, flat).num_nodes == 1, "ranks say nothing of a match"
 
 
 def test_root_only_budgets_are_not_judged() -> None:

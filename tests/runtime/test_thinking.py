@@ -548,6 +548,13 @@ def test_requests_switch_thinking_off(client: Any) -> None:
         (CHAT, switch, off),
         (CHAT, {"reasoning_effort": "none"}, off),
         (CHAT, {"reasoning_effort": "high"}, on),
+        (
+            CHAT,
+            {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
+            off,
+        ),
+        (CHAT, {"thinking": {"type": "disabled"}}, off),
+        (CHAT, {"reasoning": {"enabled": False}}, off),
         (CHAT, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, on),
         (RESPONSES, {}, on),
         (RESPONSES, switch, off),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small import known
-from small_trees import Table, grid, paths, tree_of
+from small_trees import Table, budget_of, grid, paths, tree_of
 
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown, Static
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
@@ -140,8 +140,8 @@ def test_a_static_tree_has_exactly_its_paths() -> None:
 def test_a_static_tree_goes_without_ranks_that_the_drafter_has_not() -> None:
     guesses = Guesses(np.array([[7, 8], [4, 5], [1, 2]]), np.zeros((3, 2)))
     ranks = ((0,), (2,), (0, 1), (2, 0), (0, 10**9), (0, 10**9, 0), (0, 1, 3))
-    assert paths(grow(0, guesses, Budget.static(ranks))) == [[7], [7, 5]]
-    assert grow(0, guesses, Budget.static(((5,), (5, 0)))).num_nodes == 1
+    assert paths(grow(0, guesses, budget_of(ranks))) == [[7], [7, 5]]
+    assert grow(0, guesses, budget_of(((5,), (5, 0)))).num_nodes == 1
 
 
 def test_a_static_tree_level_by_level() -> None:

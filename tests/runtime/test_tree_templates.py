@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small import ACCURACY, CALIBRATION, small_manifest
+from small_trees import budget_of
 
 from spec_runtime.bundle.manifest import BundleError, DrafterInfo
 from spec_runtime.errors import UserError
@@ -100,11 +101,11 @@ def test_a_tree_beyond_the_calibration_is_refused(paths: tuple[RankPath, ...]) -
 def test_names_of_trees() -> None:
     assert parse_tree("chain:4") == chain(4)
     assert parse_tree("cartesian:3,2") == cartesian([3, 2])
-    assert Budget.static(parse_tree("medusa64")).max_nodes == 64
+    assert budget_of(parse_tree("medusa64")).max_nodes == 64
     assert parse_tree("searched:5", ACCURACY) == searched(ACCURACY, 5)
     assert parse_tree("searched", ACCURACY, 7) == searched(ACCURACY, 7)
     wide = [[1 / 64] * 64]
-    assert Budget.static(parse_tree("searched", wide)).max_nodes == DEFAULT_NODES
+    assert budget_of(parse_tree("searched", wide)).max_nodes == DEFAULT_NODES
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def entry(calibration: dict[str, Any] | None = CALIBRATION, **trees: Any) -> Dra
 
 def test_a_bundle_names_its_tree() -> None:
     budget, lookup_nodes = _budget(entry(template="chain:3", lookup_nodes=2))
-    assert (budget, lookup_nodes) == (Budget.static(parse_tree("chain:3")), 2)
+    assert (budget, lookup_nodes) == (budget_of(parse_tree("chain:3")), 2)
     budget, _ = _budget(entry(template="searched", max_nodes=5))
     assert budget == Budget(5, growth=Static(searched(ACCURACY, 5)))
     budget, _ = _budget(entry(paths=[[0], [0, 1]]))

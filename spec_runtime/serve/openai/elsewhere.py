@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from spec_runtime.errors import UserError
@@ -30,10 +31,10 @@ def _grammar(grammar: Any) -> Object:
 
 def _structural(tag: Any) -> Object:
     """Returns vLLM's structural tag, which it takes as JSON in a text, too."""
-    try:
-        said = parse_json(tag) if isinstance(tag, str) else tag
-    except ValueError:
-        said = None
+    said = tag
+    if isinstance(tag, str):
+        with suppress(ValueError):
+            said = parse_json(tag)
     if not isinstance(said, dict):
         raise UserError(f"got structural_tag {brief(repr(tag), 80)}, expected an object")
     return {**said, "type": "structural_tag"}
@@ -55,13 +56,16 @@ FORMATS = {
     "grammar": _grammar,
 }
 
-
+NO_EFFORT, SOME_EFFORT = "none", "enabled"  # as `reasoning_effort`: no thinking, any at all
+_EFFORTS = {"enabled": SOME_EFFORT, "True": SOME_EFFORT, "disabled": NO_EFFORT, "False": NO_EFFORT}
+# Where others say how much is thought: a field, its part that is the budget, and its switch.
+_THINKING = (("reasoning", "max_tokens", "enabled"), ("thinking", "budget_tokens", "type"))
 BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
 
 
 def as_ours(body: Object) -> Object:
     """Returns a request's body in which what other servers call differently has our names: formats
-    of answers, budgets of thinking, and choices of tools. What is not rewritten is refused or
+    of answers, thinking and its budgets, and choices of tools. What is not rewritten is refused or
     ignored as ever."""
     ours = dict(body)
     if ours.get("response_format") is None:
@@ -70,11 +74,16 @@ def as_ours(body: Object) -> Object:
                 ours["response_format"] = made
                 del ours[name]
                 break
-    for name, key in (("reasoning", "max_tokens"), ("thinking", "budget_tokens")):
-        if isinstance(said := ours.get(name), dict) and key in said:
-            ours.setdefault("thinking_budget", said[key])
-            rest = {each: value for each, value in said.items() if each != key}
-            ours[name] = {} if rest in ({"type": "enabled"}, {"enabled": True}) else rest
+    for name, key, switch in _THINKING:
+        if isinstance(said := ours.get(name), dict) and said:
+            rest = ours[name] = dict(said)
+            if key in rest:
+                ours.setdefault("thinking_budget", rest.pop(key))
+            if (effort := _EFFORTS.get(str(rest.get(switch)))) is not None and "messages" in ours:
+                ours.setdefault("reasoning_effort", effort)
+                del rest[switch]
+            if not rest:
+                del ours[name]
     for name in BUDGETS:
         if name in ours:
             ours.setdefault("thinking_budget", ours.pop(name))
@@ -83,12 +92,8 @@ def as_ours(body: Object) -> Object:
         ours["response_format"] = _schema(format["schema"])
     if isinstance(choice := ours.get("tool_choice"), str):
         named = {"type": "function", "function": {"name": choice}}
-        tools = ours.get("tools")
-        known = (
-            [_name(tool) for tool in tools if isinstance(tool, dict)]
-            if isinstance(tools, list)
-            else []
-        )
+        tools = ours["tools"] if isinstance(ours.get("tools"), list) else []
+        known = [_name(tool) for tool in tools if isinstance(tool, dict)]
         ours["tool_choice"] = named if choice in known else {"any": "required"}.get(choice, choice)
     return ours
 

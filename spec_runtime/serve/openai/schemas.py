@@ -25,7 +25,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.options import declared, members_of
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 from spec_runtime.serve.ignored import Tolerant
-from spec_runtime.serve.openai.elsewhere import as_ours, chosen
+from spec_runtime.serve.openai.elsewhere import NO_EFFORT, SOME_EFFORT, as_ours, chosen
 
 if TYPE_CHECKING:
     from spec_runtime.dialogue.chat_template import ChatTemplate
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
 MAX_STOPS, MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 16, 20, 5
 AS_FITS = -1  # as a number of tokens: as many as the context has room for
-NO_EFFORT = "none"  # as `reasoning_effort`: no thinking
 SMALLEST_TOP_P = 1e-6  # stands for 0, which OpenAI allows: only the likeliest token
 
 Whole = Annotated[int, Strict()]
@@ -292,7 +291,7 @@ class ChatRequest(_Request):
         effort, meant = self.reasoning_effort, dict[str, Any]()
         if effort is not None:
             thinks = effort != NO_EFFORT
-            if "reasoning_effort" in template.variables:
+            if "reasoning_effort" in template.variables and effort != SOME_EFFORT:
                 meant["reasoning_effort"] = effort
         if thinks is not None:
             meant |= template.switched(thinks)
