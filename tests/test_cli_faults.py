@@ -487,12 +487,6 @@ def test_a_place_that_cannot_be_written_is_found_before_the_measurement(
     assert {each.name for each in tmp_path.iterdir()} == {"bundles", "link.json", "p"}
 
 
-def test_a_drawing_cannot_be_written(run: Run, folder: Path) -> None:
-    hostile_bundle(folder, "b")
-    code, _, err = run("show", "--tree", "--bundle", folder, "--svg", "/proc/nowhere/tree")
-    assert (code, err.count("\n")) == (2, 1)
-
-
 # ---- machine profiles
 
 

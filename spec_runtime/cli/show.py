@@ -1,12 +1,11 @@
-"""spec-runtime show: prints what a bundle holds, or a tree of one of its drafters.
+"""spec-runtime show: prints what a bundle holds.
 
 Reads only the manifest; no graph is opened.
 """
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -18,140 +17,24 @@ from rich.text import Text
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.errors import UserError
 from spec_runtime.files.mapping import to_json
-from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.proposers import BUILT_IN
-from spec_runtime.trees import drawing, templates
-from spec_runtime.trees.budget import RankPath
 
 
 def command(
-    template: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"With --tree: {templates.TEMPLATES}",
-            show_default="the drafter's own, searched if its trees are grown",
-        ),
-    ] = None,
     bundle: options.Bundle = None,
-    tree: Annotated[
-        bool,
-        typer.Option(
-            "--tree",
-            help="Draw a static tree, with acceptance by the calibration, or estimated without one",
-        ),
-    ] = False,
-    drafter: Annotated[
-        str | None, typer.Option("--drafter", help="Whose tree", show_default="the bundle's first")
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes", min=2, help="Of a searched tree, root included", show_default="the bundle's"
-        ),
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="OUT", help="Draw the tree into this file")
-    ] = None,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="The manifest, with the folder and file sizes; or the tree"),
+        bool, typer.Option("--json", help="The manifest, with the folder and file sizes")
     ] = False,
 ) -> None:
-    """Show a bundle: target, graphs, drafters, sizes, provenance; or a drafter's tree."""
+    """Show a bundle: target, graphs, drafters, sizes, provenance."""
     opened = bundles.read(bundle or bundles.find())
-    if tree:
-        entry, accuracy = _drafter_with_accuracy(opened, drafter)
-        name, paths = _named_tree(entry, accuracy, template, nodes)
-        _show_tree(entry, accuracy, name, paths, svg, as_json)
-        return
-    if any(option is not None for option in (template, drafter, nodes, svg)):
-        raise UserError("got options of a tree, expected --tree with them")
     sizes = {name: opened.file(name).stat().st_size for name in opened.manifest.files}
     if as_json:
         manifest = to_json(opened.manifest)
         print(json.dumps({"bundle": str(opened.path), **manifest, "sizes": sizes}, indent=2))
         return
     Console().print(_table(opened, sizes))
-
-
-def _drafter_with_accuracy(
-    opened: bundles.Bundle, drafter: str | None
-) -> tuple[bundles.DrafterInfo, templates.Accuracy]:
-    """Returns the drafter of this name, None being the first, and how often its guesses are right:
-    by its calibration, or about so by the validation of its training.
-
-    Raises UserError if the bundle has no such drafter, or if it was never measured.
-    """
-    drafters = opened.manifest.drafters
-    if drafter is None and not drafters:
-        raise UserError(f"{opened.path} has no trained drafter, expected one whose tree to draw")
-    entry = opened.manifest.drafter(drafters[0].name if drafter is None else drafter)
-    if entry.calibration is not None:
-        return entry, entry.calibration["accuracy"]
-    about = opened.manifest.provenance.get("drafters")
-    trained = about.get(entry.name) if isinstance(about, dict) else None
-    validation = trained.get("validation") if isinstance(trained, dict) else None
-    accuracy = templates.estimate_accuracy(validation)
-    if accuracy is None:
-        raise UserError(
-            f"drafter {entry.name} has no calibration, which says how often a node is accepted: "
-            f"run spec-export calibrate --bundle {opened.path}"
-        )
-    return entry, accuracy
-
-
-def _named_tree(
-    entry: bundles.DrafterInfo,
-    accuracy: templates.Accuracy,
-    template: str | None,
-    nodes: int | None,
-) -> tuple[str, tuple[RankPath, ...]]:
-    """Returns the name and the paths of the tree asked for.
-
-    Without `template` and `nodes` that is the drafter's own tree; if its trees are grown, the best
-    static tree of their size stands for them.
-    """
-    if nodes is not None and template not in (None, "searched"):
-        raise UserError(f"got --nodes with tree {template}, expected it only with searched")
-    if nodes is None and template is None:
-        own = templates.paths_of(entry)
-        if own is not None:
-            return "its own tree", own
-    name = template or "searched"
-    num_nodes = nodes or entry.trees.get("max_nodes", templates.DEFAULT_NODES)
-    return name, templates.parse_tree(name, accuracy, num_nodes)
-
-
-def _show_tree(
-    entry: bundles.DrafterInfo,
-    accuracy: templates.Accuracy,
-    name: str,
-    paths: Sequence[RankPath],
-    svg: Path | None,
-    as_json: bool,
-) -> None:
-    """Draws the tree into the file given, and prints it."""
-    length = templates.expected_accepted_length(paths, accuracy)
-    is_estimated = entry.calibration is None
-    title = visible(
-        f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} "
-        + ("estimated from the validation of its training" if is_estimated else "expected")
-    )
-    if svg is not None:
-        require_writable(svg)
-        write_atomically(svg, drawing.svg(paths, accuracy, title).encode())
-    if as_json:
-        probabilities = templates.path_probabilities(paths, accuracy)
-        rows = [
-            {"path": path, "acceptance": accuracy[len(path) - 1][path[-1]], "probability": p}
-            for path, p in probabilities.items()
-        ]
-        about = {"drafter": entry.name, "accepted_length": length, "is_estimated": is_estimated}
-        print(json.dumps({**about, "nodes": rows}))
-        return
-    Console().print(drawing.terminal(paths, accuracy, title))
 
 
 def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:

@@ -1,5 +1,4 @@
-"""Draws trees: a static tree by its ranks (lines for a terminal, SVG), or one accepted tree of a
-real step (SVG).
+"""Draws the tree of one step as SVG: what was drafted, and what of it was accepted.
 
 Levels go to the right. The first child stays in its parent's row and the others come below.
 """
@@ -10,35 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from rich.tree import Tree
-
 from spec_runtime.errors import UserError
 from spec_runtime.trees.budget import RankPath
-from spec_runtime.trees.templates import Accuracy, path_probabilities
 from spec_runtime.trees.tree import TokenTree
 
-LEVEL_WIDTH, ROW_HEIGHT, MARGIN, TITLE_HEIGHT = 170, 24, 16, 28  # pixels
-COLOUR = "#2b6cb0"
-
-
-def labels(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, str]:
-    """Returns a label for each node: its rank path, how often it is accepted if its parent was, and
-    the probability of its path. Example: (0, 2) -> "0.2  31%  p 0.120"."""
-    probabilities = path_probabilities(paths, accuracy)
-    return {
-        path: f"{'.'.join(map(str, path))}  {accuracy[len(path) - 1][path[-1]]:.0%}  "
-        f"p {probabilities[path]:.3f}"
-        for path in sorted(paths)
-    }
-
-
-def terminal(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> Tree:
-    """Returns the tree as `rich` prints it."""
-    root = Tree(title)
-    branch: dict[RankPath, Tree] = {(): root}
-    for path, label in labels(paths, accuracy).items():
-        branch[path] = branch[path[:-1]].add(label)
-    return root
+MARGIN, TITLE_HEIGHT = 16, 28  # pixels
 
 
 def layout(paths: Sequence[RankPath]) -> dict[RankPath, tuple[int, int]]:
@@ -53,33 +28,6 @@ def layout(paths: Sequence[RankPath]) -> dict[RankPath, tuple[int, int]]:
         seen.add(path[:-1])
         place[path] = (len(path), row)
     return place
-
-
-def svg(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> str:
-    """Returns an SVG document of a static tree: the title, a `line` for each edge, then a `circle`
-    and a `text` for each node. A node's area grows with the probability of its path."""
-    probability = {(): 1.0, **path_probabilities(paths, accuracy)}
-    text = {(): "root", **labels(paths, accuracy)}
-    at = {
-        path: (MARGIN + column * LEVEL_WIDTH, TITLE_HEIGHT + MARGIN + row * ROW_HEIGHT)
-        for path, (column, row) in layout(paths).items()
-    }
-    width = max(MARGIN + 8 * len(title), LEVEL_WIDTH + max(x for x, _ in at.values()))
-    height = MARGIN + max(y for _, y in at.values())
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{MARGIN}" y="{MARGIN + 4}" font-size="14">{escape(title)}</text>',
-    ]
-    for path in paths:
-        (x1, y1), (x2, y2) = at[path[:-1]], at[path]
-        lines.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#999"/>')
-    for path, (x, y) in at.items():
-        radius = 1.5 + 6 * probability[path] ** 0.5
-        lines.append(f'<circle cx="{x}" cy="{y}" r="{radius:.2f}" fill="{COLOUR}"/>')
-        lines.append(f'<text x="{x + 9}" y="{y - 4}">{text[path]}</text>')
-    return "\n".join([*lines, "</svg>", ""])
 
 
 CHARACTER = 7.8  # the width of a monospaced character of 13 px

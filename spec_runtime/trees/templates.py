@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 import numpy as np
 
@@ -79,27 +78,6 @@ def searched(accuracy: Accuracy, num_nodes: int) -> tuple[RankPath, ...]:
     tree = grow(0, Guesses(rank_KC, log_KC), Budget(num_nodes))  # its tokens are ranks
     nodes = range(1, tree.num_nodes)
     return tuple(tuple(tree.token_N[tree.path(node)[1:]].tolist()) for node in nodes)
-
-
-def estimate_accuracy(validation: Any) -> Accuracy | None:
-    """Returns accuracies that follow from what training validated, for drafters that were not
-    calibrated; None if that is not there.
-
-    `validation` has, for each guess k from 0 on, "top1_k" and "top5_k": the shares of positions at
-    which the token is the best guess, or one of the five best. How the second share spreads over
-    the ranks below the best is not known: each gets half of what the one before it gets.
-
-    Example: top1_0 0.5 and top5_0 0.8 give [0.5, 0.16, 0.08, 0.04, 0.02].
-    """
-    if not isinstance(validation, Mapping):
-        return None
-    accuracy: list[list[float]] = []
-    while True:
-        guess = len(accuracy)
-        best, five = validation.get(f"top1_{guess}"), validation.get(f"top5_{guess}")
-        if not isinstance(best, float) or not isinstance(five, float) or not 0 <= best <= five <= 1:
-            return accuracy or None
-        accuracy.append([best, *((five - best) * share / 15 for share in (8, 4, 2, 1))])
 
 
 def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, float]:

@@ -72,10 +72,6 @@ VERBS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--limit": SMALL,
     },
     "show": {
-        "--tree": None,
-        "--drafter": st.sampled_from(("medusa", "parallelspec", "no", "")),
-        "--nodes": SMALL,
-        "--svg": st.sampled_from(OUT),
         "--json": None,
     },
 }
