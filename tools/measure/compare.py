@@ -327,7 +327,7 @@ def _tune(args: argparse.Namespace, folder: Path, engine: Engine) -> None:
     key = profiles.key_of(opened, engine.drafter, args.threads)
     prompts = [engine.encode(prompt) for prompt in tune.PROMPTS]
     calibration = None if entry is None else entry.calibration
-    profiles.write(tune.tune(engine, prompts, key, calibration).profile)
+    profiles.write(tune.tune(engine, prompts, key, calibration))
 
 
 @contextmanager
