@@ -80,7 +80,7 @@ def as_ours(body: Object) -> Object:
             if key in rest:
                 ours.setdefault("thinking_budget", rest.pop(key))
             if (effort := _EFFORTS.get(str(rest.get(switch)))) is not None and "messages" in ours:
-                ours.setdefault("reasoning_effort", effort)
+                ours["reasoning_effort"] = ours.get("reasoning_effort") or effort
                 del rest[switch]
             if not rest:
                 del ours[name]
