@@ -160,8 +160,8 @@ def _structural(structures: Any, triggers: Any) -> Grammar:
     texts, the first of which begins with the trigger, and JSON between them."""
     if not isinstance(structures, list | tuple) or not structures:
         raise format_error(f"got structures {_shown(structures)}, expected a list of at least one")
-    is_list = isinstance(triggers, list | tuple)
-    if not is_list or not all(isinstance(each, str) and each for each in triggers):
+    texts = triggers if isinstance(triggers, list | tuple) else [None]
+    if not all(isinstance(each, str) and each for each in texts):
         raise format_error(f"got triggers {_shown(triggers)}, expected a list of texts")
     found: dict[str, list[Grammar]] = {}
     for each in structures:

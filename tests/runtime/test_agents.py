@@ -1,4 +1,4 @@
-"""What agents send: requests of fifteen clients as they sent them, tools that nobody runs here,
+"""What agents send: requests of clients as they sent them, tools that nobody runs here,
 pictures, choices of several tools, forms of other servers, and thinking that is kept for us."""
 
 from __future__ import annotations

@@ -553,7 +553,7 @@ def test_requests_switch_thinking_off(client: Any) -> None:
             {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
             off,
         ),
-        (CHAT, {"thinking": {"type": "disabled"}}, off),
+        (CHAT, {"thinking": {"type": "disabled"}, "reasoning_effort": None}, off),
         (CHAT, {"reasoning": {"enabled": False}}, off),
         (CHAT, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, on),
         (RESPONSES, {}, on),

@@ -31,13 +31,12 @@ def _grammar(grammar: Any) -> Object:
 
 def _structural(tag: Any) -> Object:
     """Returns vLLM's structural tag, which it takes as JSON in a text, too."""
-    said = tag
     if isinstance(tag, str):
         with suppress(ValueError):
-            said = parse_json(tag)
-    if not isinstance(said, dict):
+            tag = parse_json(tag)
+    if not isinstance(tag, dict):
         raise UserError(f"got structural_tag {brief(repr(tag), 80)}, expected an object")
-    return {**said, "type": "structural_tag"}
+    return {**tag, "type": "structural_tag"}
 
 
 # What vLLM's `structured_outputs` may hold, and the response_format that says the same.
@@ -60,12 +59,13 @@ NO_EFFORT, SOME_EFFORT = "none", "enabled"  # as `reasoning_effort`: no thinking
 _EFFORTS = {"enabled": SOME_EFFORT, "True": SOME_EFFORT, "disabled": NO_EFFORT, "False": NO_EFFORT}
 # Where others say how much is thought: a field, its part that is the budget, and its switch.
 _THINKING = (("reasoning", "max_tokens", "enabled"), ("thinking", "budget_tokens", "type"))
-BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
+_BUDGETS = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget")
+_NAMES = {**dict.fromkeys(_BUDGETS, "thinking_budget"), "repeat_penalty": "repetition_penalty"}
 
 
 def as_ours(body: Object) -> Object:
     """Returns a request's body in which what other servers call differently has our names: formats
-    of answers, thinking and its budgets, and choices of tools. What is not rewritten is refused or
+    of answers, thinking, penalties and choices of tools. What is not rewritten is refused or
     ignored as ever."""
     ours = dict(body)
     if ours.get("response_format") is None:
@@ -80,13 +80,13 @@ def as_ours(body: Object) -> Object:
             if key in rest:
                 ours.setdefault("thinking_budget", rest.pop(key))
             if (effort := _EFFORTS.get(str(rest.get(switch)))) is not None and "messages" in ours:
-                ours.setdefault("reasoning_effort", effort)
+                ours["reasoning_effort"] = ours.get("reasoning_effort") or effort
                 del rest[switch]
             if not rest:
                 del ours[name]
-    for name in BUDGETS:
+    for name, own in _NAMES.items():
         if name in ours:
-            ours.setdefault("thinking_budget", ours.pop(name))
+            ours.setdefault(own, ours.pop(name))
     format = ours.get("response_format")
     if isinstance(format, dict) and format.get("type") == "json_object" and "schema" in format:
         ours["response_format"] = _schema(format["schema"])
