@@ -40,6 +40,14 @@ class Shape:
     num_kv_heads: int
     head_dim: int
 
+    def options(self) -> dict[str, int]:
+        """Returns the dimensions by transformers' names."""
+        names = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+        names["num_kv_heads"] = "num_key_value_heads"
+        sizes = dataclasses.asdict(self)
+        del sizes["name"]
+        return {names.get(key, key): size for key, size in sizes.items()}
+
 
 # ---------------------------------------------------------------------------------------- feeds
 
@@ -235,13 +243,7 @@ def random_llama(shape: Shape, deviation: float = 0.3) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        **shape.options(),
         max_position_embeddings=RANDOM_CONTEXT,
         initializer_range=deviation,
         bos_token_id=0,
