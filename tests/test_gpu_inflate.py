@@ -11,7 +11,7 @@ from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_export.model import target
 from tools.gpu import inflate
-from tools.gpu.graphs import Shape
+from tools.gpu.job import Shape
 
 LARGE = Shape("larger", 130, 192, 200, 4, 12, 3, 64)
 PROMPTS = ("say abc, 1", "say xyz2", "one two. one two. one")

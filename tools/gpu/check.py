@@ -1,21 +1,26 @@
-"""Checks in the first ten minutes on a GPU machine that everything opens, computes the same as the
-CPU and loses nothing, and how fast it is.
+"""Checks in the first ten minutes on a GPU machine that everything opens and loses nothing, and how
+fast it is at the shape of a large model.
 
+    python -m tools.gpu.check --out DIR [--minutes 10] [--parts NAME …]
+        the demo and its ParallelSpec, inflated to Llama-3-8B's shape (--small: to 0.5 B)
     python -m tools.gpu.check --out DIR --bundle DIR [DIR …] --prompts FILE.jsonl
-        [--minutes 10] [--parts NAME …]
-    python -m tools.gpu.check --out DIR                 a random target, built here
-    python -m tools.gpu.check --out DIR --toy --dry-run [--device cpu]
+    python -m tools.gpu.check --out DIR --toy --dry-run --model DIR --drafter DIR [--device cpu]
 
 Parts, the most valuable first:
 
 environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
-bundle         reads the bundles and checks their hashes, or builds one of a random target
+bundle         reads the bundles and checks their hashes, or inflates a small target to a large one
+               that says the same, see inflate.py
+losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding, and this
+               against what the small target says by transformers
+verify         milliseconds of a pass over n nodes, and over one
+bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
+lanes          several prompts that share passes: same tokens as alone, ratio of speeds
+kernels        a copy, a chain of kernels, ScatterND by row and by value
+torch          transformers on the same weights: eager, prompt lookup, torch.compile
+genai          onnxruntime-genai on the same weights
 parity         the target's logits and every drafter's guesses against those of ONNX Runtime's CPU
                provider, with or without CUDA graphs
-losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
-lanes          several prompts that share passes: same tokens as alone, ratio of speeds
-bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
-attention      milliseconds of four layers with each form of attention, by context and rows
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
@@ -55,15 +60,18 @@ PART = ["-m", "tools.gpu.part"]
 # What runs in which order, and the seconds after which a part is killed. A part begins no further
 # piece after two thirds of them.
 SECONDS = {
-    "environment": 60.0,
-    "bundle": 180.0,
+    "environment": 40.0,
+    "bundle": 240.0,
+    "losslessness": 120.0,
+    "verify": 40.0,
+    "bench": 180.0,
+    "lanes": 90.0,
+    "kernels": 60.0,
+    "torch": 120.0,
+    "genai": 150.0,
     "parity": 180.0,
-    "losslessness": 150.0,
-    "lanes": 120.0,
-    "bench": 240.0,
-    "attention": 120.0,
 }
-NEEDS_BUNDLE = ("parity", "losslessness", "lanes", "bench")
+NEEDS_BUNDLE = ("losslessness", "verify", "bench", "lanes", "torch", "genai", "parity")
 MIN_SECONDS = 10.0  # with less, a part is not begun
 
 
@@ -142,11 +150,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--parts", nargs="+", choices=SECONDS, default=list(SECONDS))
+    parser.add_argument("--model", help="inflated in place of the demo")
+    parser.add_argument("--drafter", help="the model's ParallelSpec")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args(words)
     if arguments.bundle and arguments.prompts is None and not arguments.toy:
         parser.error("got --bundle without --prompts, expected both, or neither")
+    if arguments.toy and not (arguments.bundle or (arguments.model and arguments.drafter)):
+        parser.error("got --toy, expected --bundle too, or --model and --drafter")
     for path in arguments.bundle:
         if not (path / "manifest.json").is_file():
             parser.error(f"{path}: no manifest.json here, expected a bundle")
@@ -171,8 +184,9 @@ def main(words: Sequence[str] | None = None) -> int:
             "bundles": [str(path.resolve()) for path in arguments.bundle],
             "prompts": None if arguments.prompts is None else str(arguments.prompts.resolve()),
             "device": arguments.device,
-            "toy": arguments.toy,
-            "dry_run": arguments.dry_run,
+            **{
+                key: vars(arguments)[key] for key in ("toy", "small", "dry_run", "model", "drafter")
+            },
             "work": folder,
         }
         places = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]

@@ -23,8 +23,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from spec_export.build import drafters, make_bundle
+from spec_export.build.make_bundle import BuildOptions
+from spec_export.model import target
 from spec_export.training import checkpoint
-from tools.gpu.graphs import Shape
+from tools.gpu.job import PRECISION_FOR, Check, Shape
 
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -32,6 +35,7 @@ LAYER = {
     "mlp_norm": "post_attention_layernorm",
     **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+SHIPPED = Path(drafters.__file__).parents[1] / "assets/drafters" / target.DEMO_NAME / "parallelspec"
 SPREAD = 0.02  # standard deviation of the random weights
 
 
@@ -202,19 +206,51 @@ def inflate_drafter(source: Path, small: Any, large: Shape, folder: Path) -> Pat
     )
 
 
+def bundle(check: Check) -> Path:
+    """Inflates a target and its drafter and builds their bundle; keeps what the small one says."""
+    model, tokenizer = target.load(target.resolve(check.model))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    texts = [encode(tokenizer, each.content) for each in check.prompts[: check.sizes.num_audited]]
+    large, dtype = check.sizes.bundle, {"cpu": torch.float32, "cuda": torch.float16}[check.device]
+    place, lowest = check.work / large.name, least_likely(model, texts)
+    grown = inflate(model, tokenizer, large, lowest, place, dtype)
+    trained = inflate_drafter(Path(check.drafter or SHIPPED), model.config, large, check.work / "d")
+    check.kept |= {"checkpoint": str(grown), "texts": texts}
+    check.kept["answers"] = own_tokens(model, texts, check.sizes.audited_tokens)
+    return make_bundle.build(
+        BuildOptions(
+            str(grown),
+            drafter_checkpoints=[trained],
+            precision=PRECISION_FOR[check.device],
+            device=check.device,
+            out=check.work / "bundle",
+            lanes=check.sizes.lanes,
+        )
+    )
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Returns a question's ids, by the chat template if there is one."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer(text)["input_ids"])
+    messages = [{"role": "user", "content": text}]
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
+
+
 def least_likely(model: Any, texts: Sequence[Sequence[int]]) -> int:
     """Returns the token whose largest logit behind these texts is the smallest."""
     with torch.inference_mode():
-        tops = [model(torch.tensor([text])).logits[0].amax(0) for text in texts]
-    return int(torch.stack(tops).amax(0).argmin())
+        rows = [model(torch.tensor([text], device=model.device)).logits[0] for text in texts]
+    return int(torch.cat(rows).amax(0).argmin())
 
 
 def own_tokens(model: Any, texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Returns what the model itself says next, greedily, by transformers."""
     answers = []
     for text in texts:
-        ids = torch.tensor([text])
-        with torch.inference_mode():
-            out = model.generate(ids, do_sample=False, max_new_tokens=count)
+        ids = torch.tensor([text], device=model.device)
+        out = model.generate(ids, do_sample=False, max_new_tokens=count)
         answers.append(out[0, len(text) :].tolist())
     return answers

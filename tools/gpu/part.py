@@ -5,6 +5,7 @@
 The result is written anew after every row, so that a part that is killed leaves what it had found.
 """
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -14,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.libraries import load_libraries
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
-from tools.gpu import graphs, same, speed
-from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, label
+from tools.gpu import kernels, others, same, speed
+from tools.gpu.job import RANDOM_PROMPTS, REAL, SMALL, TOY, Check, label, needed
 from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
@@ -79,7 +81,7 @@ def bundle(check: Check, found: Findings) -> None:
     """Reads the bundles that were given and checks their hashes, or builds one."""
     given = check.given
     if not given:
-        made = found.attempt("building a random target's bundle", _build, check)
+        made = found.attempt("inflating a target", _inflate, check)
         given = [] if made is None else [made]
     for path in given:
         opened = found.attempt(path.name, bundles.read, path)
@@ -91,9 +93,12 @@ def bundle(check: Check, found: Findings) -> None:
     found.figure = ", ".join(label(opened) for opened in check.opened)
 
 
-def _build(check: Check) -> Path:
-    speed.require_export()
-    return graphs.random_bundle(check.work, check.sizes.bundle, check.device)
+def _inflate(check: Check) -> Path:
+    for package in ("torch", "transformers", "onnxscript"):
+        needed(package)
+    from tools.gpu import inflate
+
+    return inflate.bundle(check)
 
 
 # ----------------------------------------------------------------------------------------- main
@@ -101,25 +106,42 @@ def _build(check: Check) -> Path:
 PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "environment": environment,
     "bundle": bundle,
-    "parity": same.parity,
+    "kernels": kernels.kernels,
     "losslessness": same.losslessness,
-    "lanes": same.lanes,
+    "verify": speed.verify,
     "bench": speed.bench_all,
-    "attention": speed.attention,
+    "lanes": same.lanes,
+    "torch": others.with_torch,
+    "genai": others.with_genai,
+    "parity": same.parity,
 }
 
 
 def read_job(asked: TableRow) -> Check:
     """Makes what a part is given; raises ValueError for prompts that cannot be read."""
     carried, sizes = asked["carried"], TOY if asked["toy"] else REAL
+    if asked["small"]:
+        sizes = dataclasses.replace(sizes, bundle=SMALL)
     prompts = RANDOM_PROMPTS[: sizes.num_prompts]
     if asked["prompts"] is not None:
         prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
     check = Check([], prompts, asked["device"], sizes, Path(asked["work"]))
-    check.limits |= carried.get("limits", {})
+    check.limits, check.kept = carried.get("limits", {}), carried.get("kept", {})
+    check.model, check.drafter = asked["model"], asked["drafter"]
     check.given = [Path(path) for path in asked["bundles"]]
     check.opened = [bundles.read(Path(path), False) for path in carried.get("bundles", [])]
     return check
+
+
+def with_memory(check: Check, found: Findings, part: Callable[[Check, Findings], None]) -> None:
+    """Runs a part, and adds how much of the device's memory it has in the end."""
+    device = Cuda.open() if check.device == "cuda" and part is not environment else None
+    before = 0 if device is None else device.free_bytes
+    part(check, found)
+    if device is not None and any(found.tables.values()):
+        used = (before - device.free_bytes) / 1e9
+        found.add({"GB": used}, "device memory")
+        found.figure += f"; {used:.2f} GB of the device"
 
 
 def run_part(asked: TableRow, result: Path) -> None:
@@ -136,8 +158,8 @@ def run_part(asked: TableRow, result: Path) -> None:
     name = asked["part"]
     check = found.attempt(name, read_job, asked)
     if check is not None:
-        found.attempt(name, PARTS[name], check, found)
-        carried["limits"] = check.limits
+        found.attempt(name, with_memory, check, found, PARTS[name])
+        carried |= {"limits": check.limits, "kept": check.kept}
         if name == "bundle":
             carried["bundles"] = [str(opened.path) for opened in check.opened]
             carried["labels"] = [label(opened) for opened in check.opened]

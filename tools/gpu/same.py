@@ -17,9 +17,7 @@ from spec_runtime.loop.target import NEAR_TIE
 from spec_runtime.measure import audit
 from spec_runtime.trace.record import record
 from spec_runtime.trees.tree import TokenTree
-from tools.gpu import graphs
-from tools.gpu.graphs import BACKEND_FOR
-from tools.gpu.job import Check, contenders, label, open_engine
+from tools.gpu.job import BACKEND_FOR, Check, contenders, label, open_engine
 from tools.gpu.report import Findings, LeftOut, TableRow, finite
 
 # By precision, how far a row of logits may differ, as the largest |difference| over its range, and
@@ -76,7 +74,7 @@ def _compare(check: Check, opened: bundles.Bundle, name: str, cpu: Engine) -> Ta
         options: Any = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False}
         traces = [record(each, ids, **options) for each in both]
         text = [*ids, *traces[1].result.token_ids[:-1]]
-        errors["logits"] += graphs.row_errors(*(audit.replay(each.target, text) for each in both))
+        errors["logits"] += row_errors(*(audit.replay(each.target, text) for each in both))
         for steps in zip(*(trace.steps for trace in traces), strict=False):
             got, expected = (guesses(step.tree) for step in steps)
             common = got.keys() & expected.keys()
@@ -92,6 +90,14 @@ def _compare(check: Check, opened: bundles.Bundle, name: str, cpu: Engine) -> Ta
         about = {"CUDA graphs": "no" if warnings else "yes", "reason": "; ".join(warnings) or None}
     about["same guesses"] = num_same / num_guesses if num_guesses else None
     return about | _judge_rows(errors, opened.manifest.target.precision)
+
+
+def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
+    """Returns the largest |Δ| of each row over the row's range, or over 1 if the range is less."""
+    got, expected = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (got, expected))
+    spread = np.maximum(np.ptp(expected, axis=1), 1.0)
+    errors: list[float] = (np.abs(got - expected).max(axis=1) / spread).tolist()
+    return errors
 
 
 def guesses(tree: TokenTree | None) -> dict[tuple[int, ...], float]:
@@ -146,6 +152,11 @@ def losslessness(check: Check, found: Findings) -> None:
                     _judge(found, what, row)
                     about = {"bundle": label(opened), "drafter": name, "decoding": decoding}
                     found.add({**about, **row})
+        if check.kept.get("answers"):
+            row = found.attempt(f"{label(opened)}, the small target's own", _own, check, opened)
+            if row is not None:
+                _judge(found, f"{label(opened)}, inflated", row)
+                found.add({"bundle": label(opened), "drafter": "none", "decoding": "small", **row})
     texts = found.tables.get("measured", [])
     right = sum(not row["real"] for row in texts)
     tokens = sum(row["tokens"] for row in texts)
@@ -176,6 +187,24 @@ def _audit(check: Check, opened: bundles.Bundle, name: str, options: Any) -> Tab
     return row | {"first divergence": _first(figures["divergences"])}
 
 
+def _own(check: Check, opened: bundles.Bundle) -> TableRow:
+    """Compares plain decoding with what the target said before it was inflated."""
+    engine, texts, answers = (
+        check.engine(opened, "none"),
+        check.kept["texts"],
+        check.kept["answers"],
+    )
+    # Other shapes round otherwise at a reduced precision, as parity's two providers do.
+    bound = TOLERANCES[opened.manifest.target.precision][0]
+    partings: list[TableRow] = []
+    for i, (ids, answer) in enumerate(zip(texts, answers, strict=True), 1):
+        got = engine.generate(ids, max_new_tokens=check.sizes.audited_tokens, reuse=False).token_ids
+        partings += _parting(check, opened, i, ids, got, answer, bound)
+    row: TableRow = {"prompts": len(texts), "tokens": sum(map(len, answers))}
+    row |= {"identical": 1 - len(partings) / len(texts), "first divergence": _first(partings)}
+    return row | {"real": sum(parting["class"] == "real" for parting in partings)}
+
+
 def _parting(
     check: Check,
     opened: bundles.Bundle,
@@ -183,20 +212,22 @@ def _parting(
     prompt_ids: list[int],
     one: list[int],
     other: list[int],
+    rounded: float = 0.0,
 ) -> list[TableRow]:
     """Returns where two texts part and why, as a list of one, or an empty list if they are equal.
 
-    Where no audit has measured the rounding of a reduced precision, all counts as rounding.
+    A gap of up to `rounded` of the row's range counts as rounding. Where no audit has measured the
+    rounding of a reduced precision, all does.
     """
     target = check.engine(opened, "none").target
     divergence = audit.compare(prompt, prompt_ids, one, other, target)
     if divergence is None:
         return []
-    spread = np.ptp(audit.replay(target, [*prompt_ids, *one[: divergence.position]]))
-    limit = check.limits.get(str(opened.path), 0.0)
+    spread = float(np.ptp(audit.replay(target, [*prompt_ids, *one[: divergence.position]])))
+    limit = max(check.limits.get(str(opened.path), 0.0), rounded * spread)
     if limit == 0 and opened.manifest.target.precision != "fp32":
         limit = np.inf
-    kind = audit.classify(divergence.gap, NEAR_TIE * float(spread), limit)
+    kind = audit.classify(divergence.gap, NEAR_TIE * spread, limit)
     return [{**dataclasses.asdict(divergence), "class": kind}]
 
 
@@ -213,6 +244,7 @@ def _first(divergences: Sequence[TableRow]) -> str | None:
 def lanes(check: Check, found: Findings) -> None:
     """Compares texts of several prompts that share passes with those that each gets by itself."""
     for opened in check.opened:
+        check.close()
         for name in ("none", *contenders(opened)):
             for decoding, options in DECODINGS.items():
                 what = f"{label(opened)}, {name}, {decoding}"
@@ -221,7 +253,6 @@ def lanes(check: Check, found: Findings) -> None:
                     _judge(found, f"{what}, together against alone", row)
                     about = {"bundle": label(opened), "drafter": name, "decoding": decoding}
                     found.add({**about, **row})
-        check.close()
     ratios = [row["together / alone"] for row in found.tables.get("measured", [])]
     if ratios:
         found.figure = f"together / alone {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
