@@ -23,7 +23,8 @@ def test_the_larger_llama_has_the_small_ones_logits_tokens_and_accepted_lengths(
 ) -> None:
     model, tokenizer = target.load(target.resolve(str(fluent.llama())))
     texts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    lowest = inflate.least_likely(model, texts)
+    own = inflate.own_tokens(model, texts, 24)
+    lowest = inflate.least_likely(model, [a + b for a, b in zip(texts, own, strict=True)])
     large = inflate.inflate(model, tokenizer, LARGE, lowest, tmp_path / "llama", torch.float32)
     drafter = inflate.inflate_drafter(
         fluent.drafter("parallelspec"), model.config, LARGE, tmp_path / "drafter"
@@ -34,7 +35,6 @@ def test_the_larger_llama_has_the_small_ones_logits_tokens_and_accepted_lengths(
         small_V, large_V = (m(torch.tensor([text])).logits[0] for m in (model, grown))
         assert (small_V - large_V[:, :98]).abs().max() < 1e-4
         assert torch.equal(large_V[:, 98:], large_V[:, [lowest]].expand(-1, 32))
-    own = inflate.own_tokens(model, texts, 24)
     options = BuildOptions(
         str(large),
         drafter_checkpoints=[drafter],

@@ -212,11 +212,11 @@ def bundle(check: Check) -> Path:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = [encode(tokenizer, each.content) for each in check.prompts[: check.sizes.num_audited]]
     large, dtype = check.sizes.bundle, {"cpu": torch.float32, "cuda": torch.float16}[check.device]
-    place, lowest = check.work / large.name, least_likely(model, texts)
-    grown = inflate(model, tokenizer, large, lowest, place, dtype)
+    answers = own_tokens(model, texts, check.sizes.audited_tokens)
+    lowest = least_likely(model, [text + more for text, more in zip(texts, answers, strict=True)])
+    grown = inflate(model, tokenizer, large, lowest, check.work / large.name, dtype)
     trained = inflate_drafter(Path(check.drafter or SHIPPED), model.config, large, check.work / "d")
-    check.kept |= {"checkpoint": str(grown), "texts": texts}
-    check.kept["answers"] = own_tokens(model, texts, check.sizes.audited_tokens)
+    check.kept |= {"checkpoint": str(grown), "texts": texts, "answers": answers}
     return make_bundle.build(
         BuildOptions(
             str(grown),
