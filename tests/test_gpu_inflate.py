@@ -23,16 +23,17 @@ def test_the_larger_llama_has_the_small_ones_logits_tokens_and_accepted_lengths(
 ) -> None:
     model, tokenizer = target.load(target.resolve(str(fluent.llama())))
     texts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    own = inflate.own_tokens(model, texts, 24)
-    lowest = inflate.least_likely(model, [a + b for a, b in zip(texts, own, strict=True)])
+    own = [inflate.own_tokens(model, text, 24) for text in texts]
+    before = [inflate.logits(model, a + b) for a, b in zip(texts, own, strict=True)]
+    lowest = inflate.least(before)
     large = inflate.inflate(model, tokenizer, LARGE, lowest, tmp_path / "llama", torch.float32)
     drafter = inflate.inflate_drafter(
         fluent.drafter("parallelspec"), model.config, LARGE, tmp_path / "drafter"
     )
     grown, _ = target.load(target.resolve(str(large)))
     assert grown.config.num_hidden_layers == LARGE.num_layers
-    for text in texts:
-        small_V, large_V = (m(torch.tensor([text])).logits[0] for m in (model, grown))
+    for small_V, text, more in zip(before, texts, own, strict=True):
+        large_V = inflate.logits(grown, text + more)
         assert (small_V - large_V[:, :98]).abs().max() < 1e-4
         assert torch.equal(large_V[:, 98:], large_V[:, [lowest]].expand(-1, 32))
     options = BuildOptions(

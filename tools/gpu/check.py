@@ -11,16 +11,14 @@ Parts, the most valuable first:
 environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
 bundle         reads the bundles and checks their hashes, or inflates a small target to a large one
                that says the same, see inflate.py
-losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding, and this
-               against what the small target says by transformers
+losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding; this and
+               its logits against what the small target says by transformers
 verify         milliseconds of a pass over n nodes, and over one
 bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
 lanes          several prompts that share passes: same tokens as alone, ratio of speeds
 kernels        a copy, a chain of kernels, ScatterND by row and by value
 torch          transformers on the same weights: eager, prompt lookup, torch.compile
 genai          onnxruntime-genai on the same weights
-parity         the target's logits and every drafter's guesses against those of ONNX Runtime's CPU
-               provider, with or without CUDA graphs
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
@@ -31,9 +29,8 @@ the command line does not fit, else 0.
 Wheels that were carried are installed beforehand into a folder that comes first on PYTHONPATH, see
 docs/deploy/index.md; no network is needed.
 --dry-run judges no numbers: it is for a machine without a GPU, where CUDA's libraries are stood in
-for, and shows that each part runs to its end and writes its results. With --device cpu the CPU
-is compared with itself, and numbers are judged unless --dry-run is given, too. --toy takes tiny
-sizes.
+for, and shows that each part runs to its end and writes its results. With --device cpu numbers
+are judged unless --dry-run is given, too. --toy takes tiny sizes.
 
 This file and report.py import only the standard library, so that results are written even where
 packages are broken.
@@ -69,9 +66,8 @@ SECONDS = {
     "kernels": 60.0,
     "torch": 120.0,
     "genai": 150.0,
-    "parity": 180.0,
 }
-NEEDS_BUNDLE = ("losslessness", "verify", "bench", "lanes", "torch", "genai", "parity")
+NEEDS_BUNDLE = ("losslessness", "verify", "bench", "lanes", "torch", "genai")
 MIN_SECONDS = 10.0  # with less, a part is not begun
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from spec_export.build import drafters, make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_export.model import target
 from spec_export.training import checkpoint
-from tools.gpu.job import PRECISION_FOR, Check, Shape
+from tools.gpu.job import PRECISION_FOR, SMALL_LOGITS, Check, Shape
 
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -61,18 +62,11 @@ class Inflation:
     large: Shape
 
     def __post_init__(self) -> None:
-        small, large = self.small, self.large
-        counts = [
-            (small.vocab_size, large.vocab_size),
-            (small.hidden_size, large.hidden_size),
-            (small.intermediate_size, large.intermediate_size),
-            (small.num_hidden_layers, large.num_layers),
-            (small.num_key_value_heads, large.num_kv_heads),
-            (self.groups[0], self.groups[1]),
-        ]
-        too_small = any(old > new for old, new in counts)
-        if small.model_type != "llama" or too_small or large.head_dim % small.head_dim:
-            raise ValueError(f"got a {small.model_type} of {counts}, expected a llama within these")
+        old, new = self.small, self.large.options()
+        fits = all(getattr(old, name) <= size for name, size in new.items())
+        fits &= self.groups[0] <= self.groups[1] and new["head_dim"] % old.head_dim == 0
+        if old.model_type != "llama" or not fits:
+            raise ValueError(f"got {old.model_type} {old.to_dict()}, expected a llama within {new}")
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -211,10 +205,12 @@ def bundle(check: Check) -> Path:
     model, tokenizer = target.load(target.resolve(check.model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = [encode(tokenizer, each.content) for each in check.prompts[: check.sizes.num_audited]]
+    answers = [own_tokens(model, text, check.sizes.audited_tokens) for text in texts]
+    rows = [logits(model, text + more) for text, more in zip(texts, answers, strict=True)]
+    behind = [each[len(text) - 1].cpu() for each, text in zip(rows, texts, strict=True)]
+    np.save(check.work / SMALL_LOGITS, torch.stack(behind).numpy())
     large, dtype = check.sizes.bundle, {"cpu": torch.float32, "cuda": torch.float16}[check.device]
-    answers = own_tokens(model, texts, check.sizes.audited_tokens)
-    lowest = least_likely(model, [text + more for text, more in zip(texts, answers, strict=True)])
-    grown = inflate(model, tokenizer, large, lowest, check.work / large.name, dtype)
+    grown = inflate(model, tokenizer, large, least(rows), check.work / large.name, dtype)
     trained = inflate_drafter(Path(check.drafter or SHIPPED), model.config, large, check.work / "d")
     check.kept |= {"checkpoint": str(grown), "texts": texts, "answers": answers}
     return make_bundle.build(
@@ -233,24 +229,23 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """Returns a question's ids, by the chat template if there is one."""
     if tokenizer.chat_template is None:
         return list(tokenizer(text)["input_ids"])
-    messages = [{"role": "user", "content": text}]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    )
+    chat = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
 
-def least_likely(model: Any, texts: Sequence[Sequence[int]]) -> int:
-    """Returns the token whose largest logit behind these texts is the smallest."""
+def logits(model: Any, text: list[int]) -> Tensor:
+    """Returns the logits [N, V] behind each token of a text."""
     with torch.inference_mode():
-        rows = [model(torch.tensor([text], device=model.device)).logits[0] for text in texts]
-    return int(torch.cat(rows).amax(0).argmin())
+        return model(torch.tensor([text], device=model.device)).logits[0]  # type: ignore[no-any-return]
 
 
-def own_tokens(model: Any, texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Returns what the model itself says next, greedily, by transformers."""
-    answers = []
-    for text in texts:
-        ids = torch.tensor([text], device=model.device)
-        out = model.generate(ids, do_sample=False, max_new_tokens=count)
-        answers.append(out[0, len(text) :].tolist())
-    return answers
+def least(rows: Sequence[Tensor]) -> int:
+    """Returns the token whose largest logit is the smallest."""
+    return int(torch.cat([*rows]).amax(0).argmin())
+
+
+def own_tokens(model: Any, text: list[int], count: int) -> list[int]:
+    """Returns what the model says next, greedily, by transformers."""
+    ids = torch.tensor([text], device=model.device)
+    out = model.generate(ids, do_sample=False, max_new_tokens=count)
+    return out[0, len(text) :].tolist()  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from tools.gpu.report import LeftOut
 # By device: the backend that runs there, and the precision of what is made for it here.
 BACKEND_FOR = {"cpu": "onnxruntime", "cuda": "cuda"}
 PRECISION_FOR = {"cpu": "fp32", "cuda": "fp16"}
+SMALL_LOGITS = "small-logits.npy"  # f32[P, V] behind each of the texts that are kept
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "lanes": same.lanes,
     "torch": others.with_torch,
     "genai": others.with_genai,
-    "parity": same.parity,
 }
 
 
