@@ -3,7 +3,7 @@ fast it is at the shape of a large model.
 
     python -m tools.gpu.check --out DIR [--minutes 10] [--parts NAME …]
         the demo and its ParallelSpec, inflated to Llama-3-8B's shape (--small: to 0.5 B)
-    python -m tools.gpu.check --out DIR --bundle DIR [DIR …] --prompts FILE.jsonl
+    python -m tools.gpu.check --out DIR --bundle DIR [DIR …] [--prompts FILE.jsonl]
     python -m tools.gpu.check --out DIR --toy --dry-run --model DIR --drafter DIR [--device cpu]
 
 Parts, the most valuable first:
@@ -53,6 +53,7 @@ from tools.gpu import report
 from tools.gpu.report import FAILED, TableRow, left_out
 
 ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ROOT / "spec_export/assets/reference_prompts.jsonl"
 PART = ["-m", "tools.gpu.part"]
 # What runs in which order, and the seconds after which a part is killed. A part begins no further
 # piece after two thirds of them.
@@ -142,7 +143,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bundle", type=Path, nargs="+", default=[])
-    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--parts", nargs="+", choices=SECONDS, default=list(SECONDS))
@@ -152,14 +153,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args(words)
-    if arguments.bundle and arguments.prompts is None and not arguments.toy:
-        parser.error("got --bundle without --prompts, expected both, or neither")
     if arguments.toy and not (arguments.bundle or (arguments.model and arguments.drafter)):
         parser.error("got --toy, expected --bundle too, or --model and --drafter")
     for path in arguments.bundle:
         if not (path / "manifest.json").is_file():
             parser.error(f"{path}: no manifest.json here, expected a bundle")
-    if arguments.prompts is not None and not arguments.prompts.is_file():
+    if not arguments.prompts.is_file():
         parser.error(f"got --prompts {arguments.prompts}, expected a file")
     if not arguments.minutes > 0:
         parser.error(f"got --minutes {arguments.minutes:g}, expected more than 0")
@@ -178,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options = {
             "command": sys.argv,
             "bundles": [str(path.resolve()) for path in arguments.bundle],
-            "prompts": None if arguments.prompts is None else str(arguments.prompts.resolve()),
+            "prompts": str(arguments.prompts.resolve()),
             "device": arguments.device,
             **{
                 key: vars(arguments)[key] for key in ("toy", "small", "dry_run", "model", "drafter")

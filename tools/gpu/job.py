@@ -9,7 +9,7 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt
+from spec_runtime.measure.prompts import BenchPrompt
 from tools.gpu.report import LeftOut
 
 # By device: the backend that runs there, and the precision of what is made for it here.
@@ -65,14 +65,6 @@ SMALL = Shape("small", 49_408, 1152, 2048, 32, 16, 4, 128)
 REAL = Sizes(LARGE, 8, 8, 4, 64, 256, (1024,), (1, 4, 8, 16, 32), 20, ((8, 128), (32, 128)))
 TINY = Shape("toy", 130, 128, 128, 3, 8, 4, 64)
 TOY = Sizes(TINY, 2, 2, 2, 16, 16, (80,), (1, 4, 8), 2, ((2, 16),))
-# Where no prompts are given, such as for a target whose tokens are characters.
-RANDOM_PROMPTS = [
-    BenchPrompt(i, NO_CATEGORY, text)
-    for i, text in enumerate(
-        ("abc abc abc abc", "one two one two one", "Explain tides to a child.", "x = x + 1; " * 8),
-        1,
-    )
-]
 
 
 @dataclass

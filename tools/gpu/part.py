@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.libraries import load_libraries
@@ -22,7 +21,7 @@ from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 from tools.gpu import kernels, others, same, speed
-from tools.gpu.job import RANDOM_PROMPTS, REAL, SMALL, TOY, Check, label, needed
+from tools.gpu.job import REAL, SMALL, TOY, Check, label, needed
 from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
@@ -35,10 +34,11 @@ def environment(check: Check, found: Findings) -> None:
     packages = ("torch", "cuda-bindings", "tensorrt-rtx-cu13-libs")
     about = {"device asked for": check.device, "CPU": f"{cpu_model()}, {default_threads()} threads"}
     about |= versions((*provenance.PACKAGES, *packages))
-    for what, ask in MACHINE.items():
+    for what, ask in {"GPU": _gpu, "onnxruntime": _onnxruntime}.items():
         value = found.attempt(what, ask)
         if value is not None:
             about[what] = value
+    about["CUDA's libraries"] = f"missing: {', '.join(load_libraries()) or 'none'}"
     for what, value in about.items():
         found.add({"what": what, "value": value})
     gpu = about.get("GPU", "no GPU that nvidia-smi names")
@@ -60,18 +60,6 @@ def _onnxruntime() -> str:
     from spec_runtime.backends.session import ort
 
     return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
-
-
-def _libraries() -> str:
-    missing = load_libraries()
-    return f"missing: {', '.join(missing)}" if missing else "all are here"
-
-
-MACHINE: dict[str, Callable[[], str]] = {
-    "GPU": _gpu,
-    "onnxruntime": _onnxruntime,
-    "CUDA's libraries": _libraries,
-}
 
 
 # --------------------------------------------------------------------------------------- bundle
@@ -121,9 +109,7 @@ def read_job(asked: TableRow) -> Check:
     carried, sizes = asked["carried"], TOY if asked["toy"] else REAL
     if asked["small"]:
         sizes = dataclasses.replace(sizes, bundle=SMALL)
-    prompts = RANDOM_PROMPTS[: sizes.num_prompts]
-    if asked["prompts"] is not None:
-        prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
+    prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
     check = Check([], prompts, asked["device"], sizes, Path(asked["work"]))
     check.limits, check.kept = carried.get("limits", {}), carried.get("kept", {})
     check.model, check.drafter = asked["model"], asked["drafter"]
@@ -170,8 +156,7 @@ def run_part(asked: TableRow, result: Path) -> None:
 
 def _provenance(asked: TableRow) -> TableRow:
     sys.argv = asked["command"]  # of the command, in place of this process's own
-    prompts: Any = None if asked["prompts"] is None else Path(asked["prompts"])
-    return provenance.collect(prompts_file=prompts)
+    return provenance.collect(prompts_file=Path(asked["prompts"]))
 
 
 def main() -> None:

@@ -13,14 +13,6 @@ from tools.measure.step_costs import holding, pass_ms
 # ---------------------------------------------------------------------------------------- bench
 
 
-def bench_all(check: Check, found: Findings) -> None:
-    """Runs what a user gets without asking, the first drafter, and then the others and lookup."""
-    for opened in check.opened:
-        first, *others = contenders(opened)
-        _bench(check, found, opened, [first])
-        _bench(check, found, opened, others)
-
-
 def race(
     engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> list[bench.BenchReport]:
@@ -33,10 +25,15 @@ def race(
     return reports
 
 
-def _bench(check: Check, found: Findings, opened: bundles.Bundle, names: Sequence[str]) -> None:
-    """Runs drafters in turns, against plain decoding on the same backend."""
+def bench_all(check: Check, found: Findings) -> None:
+    """Runs all ways of drafting in turns, against plain decoding on the same backend."""
+    for opened in check.opened:
+        _bench(check, found, opened)
+
+
+def _bench(check: Check, found: Findings, opened: bundles.Bundle) -> None:
     ready: dict[str, spec_runtime.Engine] = {}
-    for name in ("none", *names):
+    for name in ("none", *contenders(opened)):
         engine = found.attempt(f"{label(opened)}, {name}", check.engine, opened, name)
         if engine is not None:
             ready[name] = engine
