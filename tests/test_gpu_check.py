@@ -288,7 +288,14 @@ def test_the_first_parts_say_what_is_there(toy: Toy) -> None:
     entries = {name: answer["entry"] for name, answer in toy.answers.items()}
     assert {entry["status"] for entry in entries.values()} == {"ok"}
     about = {row["what"] for row in entries["environment"]["tables"]["measured"]}
-    assert {"CPU", "python", "onnxruntime", "CUDA's libraries", "device asked for"} <= about
+    assert {
+        "CPU",
+        "python",
+        "onnxruntime",
+        "providers",
+        "CUDA's libraries",
+        "device asked for",
+    } <= about
     assert toy.asked["carried"]["measured_on"].startswith("no GPU was used (")
     assert toy.asked["carried"]["provenance"]["command"] == ["check.py"]
     (row,) = entries["bundle"]["tables"]["measured"]

@@ -12,6 +12,7 @@ from spec_export.build.make_bundle import BuildOptions
 from spec_export.model import target
 from tools.gpu import inflate
 from tools.gpu.job import Shape
+from tools.measure.compare import generated
 
 LARGE = Shape("larger", 130, 192, 200, 4, 12, 3, 64)
 PROMPTS = ("say abc, 1", "say xyz2", "one two. one two. one")
@@ -23,7 +24,7 @@ def test_the_larger_llama_has_the_small_ones_logits_tokens_and_accepted_lengths(
 ) -> None:
     model, tokenizer = target.load(target.resolve(str(fluent.llama())))
     texts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    own = [inflate.own_tokens(model, text, 24) for text in texts]
+    own = [generated(model, text, 24) for text in texts]
     before = [inflate.logits(model, a + b) for a, b in zip(texts, own, strict=True)]
     lowest = inflate.least(before)
     large = inflate.inflate(model, tokenizer, LARGE, lowest, tmp_path / "llama", torch.float32)

@@ -63,19 +63,18 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=55, help="of a piece")
     args = parser.parse_args()
     files = {f"wheels/{wheel.name}": smaller(wheel, args.capability) for wheel in args.wheels}
-    target = demo.fetch()
+    target, packed = demo.fetch(), io.BytesIO()
     files[f"cache/specsplit/{target.name}"] = target.read_bytes()
-    packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, content in files.items():
+            print(f"{name}: {len(content) / 2**20:.1f} MiB")
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-            print(f"{name}: {len(content) / 2**20:.1f} MiB")
-    step, content = args.mib << 20, packed.getvalue()
-    for i, begin in enumerate(range(0, len(content), step), 1):
+    packed.seek(0)
+    for i, piece in enumerate(iter(lambda: packed.read(args.mib << 20), b""), 1):
         (args.out / str(i)).mkdir(parents=True)
-        (args.out / str(i) / f"piece-{i:02}").write_bytes(content[begin : begin + step])
+        (args.out / str(i) / f"piece-{i:02}").write_bytes(piece)
     print(f"{i} calls")
 
 

@@ -29,6 +29,7 @@ from spec_export.build.make_bundle import BuildOptions
 from spec_export.model import target
 from spec_export.training import checkpoint
 from tools.gpu.job import PRECISION_FOR, SMALL_LOGITS, Check, Shape
+from tools.measure.compare import generated
 
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -169,12 +170,12 @@ def inflate_drafter(source: Path, small: Any, large: Shape, folder: Path) -> Pat
     if saved.name != "parallelspec":
         raise ValueError(f"got the drafter {saved.name}, expected parallelspec")
     state, D, new = dict(saved.state), small.hidden_size, large.hidden_size
-    widths = [
-        n * small.head_dim for n in (small.num_attention_heads, *[small.num_key_value_heads] * 2)
-    ]
+    heads = small.num_attention_heads, small.num_key_value_heads, small.num_key_value_heads
     for name in [key for key in state if key.endswith(".qkv")]:
         own = name.removesuffix("qkv")
-        parts = dict(zip("qkv", state[name].t().split(widths), strict=True))
+        parts = dict(
+            zip("qkv", state[name].t().split([n * small.head_dim for n in heads]), strict=True)
+        )
         parts |= {"o": state[f"{own}out"].t(), "down": state[f"{own}down"].t()}
         parts |= dict(zip(("gate", "up"), state[f"{own}gate_up"].t().chunk(2), strict=True))
         norms = ("attention_norm", "mlp_norm")
@@ -205,7 +206,7 @@ def bundle(check: Check) -> Path:
     model, tokenizer = target.load(target.resolve(check.model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     texts = [encode(tokenizer, each.content) for each in check.prompts[: check.sizes.num_audited]]
-    answers = [own_tokens(model, text, check.sizes.audited_tokens) for text in texts]
+    answers = [generated(model, text, check.sizes.audited_tokens) for text in texts]
     rows = [logits(model, text + more) for text, more in zip(texts, answers, strict=True)]
     behind = [each[len(text) - 1].cpu() for each, text in zip(rows, texts, strict=True)]
     np.save(check.work / SMALL_LOGITS, torch.stack(behind).numpy())
@@ -242,10 +243,3 @@ def logits(model: Any, text: list[int]) -> Tensor:
 def least(rows: Sequence[Tensor]) -> int:
     """Returns the token whose largest logit is the smallest."""
     return int(torch.cat([*rows]).amax(0).argmin())
-
-
-def own_tokens(model: Any, text: list[int], count: int) -> list[int]:
-    """Returns what the model says next, greedily, by transformers."""
-    ids = torch.tensor([text], device=model.device)
-    out = model.generate(ids, do_sample=False, max_new_tokens=count)
-    return out[0, len(text) :].tolist()  # type: ignore[no-any-return]

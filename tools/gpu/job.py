@@ -119,6 +119,14 @@ def needed(package: str) -> Any:
         raise LeftOut(f"this needs {package}: {error}") from error
 
 
+def torch_on(device: str) -> Any:
+    """Returns torch; raises LeftOut if it cannot use this device."""
+    torch = needed("torch")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LeftOut("torch has no GPU here")
+    return torch
+
+
 def label(opened: bundles.Bundle) -> str:
     """Returns the bundle's name, precision, and form and attention of its graphs if unusual."""
     graph = opened.manifest.graphs["target"]

@@ -3,36 +3,28 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.job import PRECISION_FOR, Check, needed
+from tools.gpu.job import PRECISION_FOR, Check, needed, torch_on
 from tools.gpu.report import Findings, LeftOut
+from tools.measure.compare import generated
 
-LOOKUP = {"prompt_lookup_num_tokens": 10}
 Answer = Callable[[list[int]], list[int]]
 
 
 def with_torch(check: Check, found: Findings) -> None:
     """Decodes by transformers: eagerly, with its prompt lookup, and compiled for CUDA graphs."""
-    torch, transformers = needed("torch"), needed("transformers")
-    if check.device == "cuda" and not torch.cuda.is_available():
-        raise LeftOut("torch has no GPU here")
+    torch, transformers = torch_on(check.device), needed("transformers")
     options = {"dtype": "auto", "device_map": check.device}
     model = transformers.AutoModelForCausalLM.from_pretrained(_folder(check), **options)
 
     def answering(**more: Any) -> Answer:
-        def answer(ids: list[int]) -> list[int]:
-            text = torch.tensor([ids], device=check.device)
-            count = check.sizes.bench_tokens
-            out = model.generate(text, do_sample=False, max_new_tokens=count, **more)
-            return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
-
-        return answer
+        return lambda ids: generated(model, ids, check.sizes.bench_tokens, **more)
 
     _race(check, found, "transformers, eager", answering())
-    _race(check, found, "transformers, prompt lookup", answering(**LOOKUP))
+    _race(check, found, "transformers, prompt lookup", answering(prompt_lookup_num_tokens=10))
     backend = "eager" if check.device == "cpu" else "inductor"  # on a CPU for the order of calls
     model.forward = torch.compile(model.forward, backend=backend, mode="reduce-overhead")
     static = answering(cache_implementation="static")
@@ -72,21 +64,18 @@ def _folder(check: Check) -> Path:
 
 def _race(check: Check, found: Findings, name: str, answer: Answer) -> None:
     """Answers each prompt twice, and times the second time."""
-    speed = found.attempt(name, _speed, check.kept["texts"], check.kept["answers"], answer)
-    if speed is not None:
-        found.add({"engine": name, **speed})
-        rows = found.tables["measured"]
-        found.figure = ", ".join(f"{row['engine']} {row['tokens/s']:.0f} tokens/s" for row in rows)
 
+    def measure() -> None:
+        seconds = [time.perf_counter()]
+        for _ in range(2):
+            answers = [answer(ids) for ids in check.kept["texts"]]
+            seconds.append(time.perf_counter())
+        pairs = zip(answers, check.kept["answers"], strict=True)
+        same = [got[: len(own)] == own[: len(got)] for got, own in pairs]
+        tokens = sum(map(len, answers))
+        row = {"engine": name, "tokens/s": tokens / (seconds[2] - seconds[1]), "tokens": tokens}
+        found.add(row | {"identical": sum(same) / len(same)})
 
-def _speed(
-    texts: Sequence[list[int]], expected: Sequence[list[int]], answer: Answer
-) -> dict[str, float]:
-    for ids in texts:
-        answer(ids)
-    begin = time.perf_counter()
-    answers = [answer(ids) for ids in texts]
-    seconds = time.perf_counter() - begin
-    same = [got[: len(own)] == own[: len(got)] for got, own in zip(answers, expected, strict=True)]
-    tokens = sum(map(len, answers))
-    return {"tokens/s": tokens / seconds, "tokens": tokens, "identical": sum(same) / len(same)}
+    found.attempt(name, measure)
+    rows = found.tables.get("measured", [])
+    found.figure = ", ".join(f"{row['engine']} {row['tokens/s']:.0f} tokens/s" for row in rows)

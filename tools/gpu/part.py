@@ -16,6 +16,7 @@ from pathlib import Path
 
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.libraries import load_libraries
+from spec_runtime.backends.session import ort
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
@@ -26,23 +27,18 @@ from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, wri
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
 
-# ---------------------------------------------------------------------------------- environment
-
 
 def environment(check: Check, found: Findings) -> None:
     """Reports what the rest is measured on."""
     packages = ("torch", "cuda-bindings", "tensorrt-rtx-cu13-libs")
     about = {"device asked for": check.device, "CPU": f"{cpu_model()}, {default_threads()} threads"}
     about |= versions((*provenance.PACKAGES, *packages))
-    for what, ask in {"GPU": _gpu, "onnxruntime": _onnxruntime}.items():
-        value = found.attempt(what, ask)
-        if value is not None:
-            about[what] = value
+    about["providers"] = ", ".join(ort.get_available_providers())
     about["CUDA's libraries"] = f"missing: {', '.join(load_libraries()) or 'none'}"
+    about["GPU"] = found.attempt("GPU", _gpu) or "no GPU that nvidia-smi names"
     for what, value in about.items():
         found.add({"what": what, "value": value})
-    gpu = about.get("GPU", "no GPU that nvidia-smi names")
-    used = f"no GPU was used ({about['CPU']})" if check.device == "cpu" else gpu
+    used = f"no GPU was used ({about['CPU']})" if check.device == "cpu" else about["GPU"]
     found.figure = f"{used}; onnxruntime {about.get('onnxruntime', 'unknown')}"
 
 
@@ -54,15 +50,6 @@ def _gpu() -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise LeftOut(one_line(error)) from error
     return "; ".join(done.stdout.splitlines())
-
-
-def _onnxruntime() -> str:
-    from spec_runtime.backends.session import ort
-
-    return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
-
-
-# --------------------------------------------------------------------------------------- bundle
 
 
 def bundle(check: Check, found: Findings) -> None:
@@ -88,8 +75,6 @@ def _inflate(check: Check) -> Path:
 
     return inflate.bundle(check)
 
-
-# ----------------------------------------------------------------------------------------- main
 
 PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "environment": environment,

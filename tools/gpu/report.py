@@ -131,9 +131,6 @@ def verdict(name: str, entry: TableRow) -> str:
     return f"{name:<13} {entry['status']:<8} {entry['seconds']:6.1f} s  {says}"
 
 
-# ---------------------------------------------------------------------------------------- files
-
-
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that nobody ever reads half of it."""
     temporary = path.with_name(f"{path.name}.tmp")

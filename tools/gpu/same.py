@@ -22,8 +22,6 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 0.01, "bf16": 0.05, "int8": 0.1, "int4": 0.1
 # How texts are decoded to be compared: greedy, and drawn with a seed.
 DECODINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seed 1": {"temperature": 0.8, "seed": 1}}
 
-# --------------------------------------------------------------------------------- losslessness
-
 
 def losslessness(check: Check, found: Findings) -> None:
     """Compares texts with plain decoding's on the device; a difference that rounding does not
@@ -136,9 +134,6 @@ def _first(divergences: Sequence[TableRow]) -> str | None:
         gap = "one text ended" if each["gap"] is None else f"gap {each['gap']:.3g}"
         return f"prompt {each['prompt']}, token {each['position']}: {gap}, {each['class']}"
     return None
-
-
-# ---------------------------------------------------------------------------------------- lanes
 
 
 def lanes(check: Check, found: Findings) -> None:

@@ -10,14 +10,11 @@ from tools.gpu.job import Check, contenders, label
 from tools.gpu.report import Findings, TableRow
 from tools.measure.step_costs import holding, pass_ms
 
-# ---------------------------------------------------------------------------------------- bench
-
 
 def race(
     engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> list[bench.BenchReport]:
-    """Returns a report for each engine; the same runs before the clock starts
-    have captured all shapes."""
+    """Returns a report for each engine, of a second time: the first captures all shapes."""
     bench.run(engines, prompts, max_new_tokens)
     reports = bench.run(engines, prompts, max_new_tokens)
     if not reports[0].pairs:
@@ -26,12 +23,12 @@ def race(
 
 
 def bench_all(check: Check, found: Findings) -> None:
-    """Runs all ways of drafting in turns, against plain decoding on the same backend."""
     for opened in check.opened:
         _bench(check, found, opened)
 
 
 def _bench(check: Check, found: Findings, opened: bundles.Bundle) -> None:
+    """Runs all ways of drafting in turns, against plain decoding on the same backend."""
     ready: dict[str, spec_runtime.Engine] = {}
     for name in ("none", *contenders(opened)):
         engine = found.attempt(f"{label(opened)}, {name}", check.engine, opened, name)
@@ -67,9 +64,6 @@ def _bench(check: Check, found: Findings, opened: bundles.Bundle) -> None:
         "speed-up over plain decoding on the same backend, whose own row shows the noise; outside "
         "engines: share of decoding."
     )
-
-
-# --------------------------------------------------------------------------------------- verify
 
 
 def verify(check: Check, found: Findings) -> None:
