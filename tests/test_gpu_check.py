@@ -1,12 +1,16 @@
 """Checks the command for a GPU machine: its processes, what its parts find on the CPU, what makes
 it fail, and a whole run over the stand-in for CUDA."""
 
+import io
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +29,7 @@ from tools.gpu.report import Findings, LeftOut
 pytest.importorskip("torch")
 from workshop import Workshop
 
-from tools.gpu import job, same
+from tools.gpu import carry, job, same
 from tools.gpu import part as gpu_part
 
 if TYPE_CHECKING:
@@ -402,6 +406,43 @@ def test_wrong_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     real = {(row["drafter"], row["decoding"]): row["real"] for row in found.tables["measured"]}
     assert min(real["parallelspec", way] for way in same.DECODINGS) > 0
     assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
+
+
+# ---- what is carried ----
+
+
+def test_pieces_give_the_wheel_with_one_capabilitys_code_and_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fatbinary(*parts: tuple[int, bytes]) -> bytes:
+        entries = b"".join(
+            struct.pack("<HHIQ12xI", 2, 1, 32, len(code), capability) + code
+            for capability, code in parts
+        )
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+    kept, alone = fatbinary((90, b"kept")), fatbinary((75, b"only"))
+    both = fatbinary((75, b"older"), (90, b"kept"), (120, b"newer"))
+    library = b"head" + both + both + alone + b"tail"
+    cut = kept.ljust(len(both), b"\0")
+    with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
+        wheel.writestr("capi/cuda.so", library)
+        wheel.writestr("other.so", library)
+    (tmp_path / "target.gguf").write_bytes(bytes(3 << 20))
+    monkeypatch.setattr(carry.demo, "fetch", lambda: tmp_path / "target.gguf")
+    words = [str(tmp_path / "it.whl"), "--out", str(tmp_path / "out"), "--mib", "1"]
+    monkeypatch.setattr(sys, "argv", ["carry", *words])
+    carry.main()
+    pieces = sorted((tmp_path / "out").glob("*/piece-*"), key=lambda piece: piece.name)
+    assert [piece.parent.name for piece in pieces] == ["1", "2", "3", "4"]
+    assert max(piece.stat().st_size for piece in pieces) == 1 << 20
+    whole = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))
+    with tarfile.open(fileobj=whole) as archive:
+        archive.extractall(tmp_path / "there", filter="data")
+    assert (tmp_path / "there/cache/specsplit/target.gguf").stat().st_size == 3 << 20
+    with zipfile.ZipFile(tmp_path / "there/wheels/it.whl") as wheel:
+        assert wheel.read("capi/cuda.so") == b"head" + cut + cut + alone + b"tail"
+        assert wheel.read("other.so") == library
 
 
 # ---- small things ----

@@ -18,7 +18,7 @@ from pathlib import Path
 from spec_export.model import demo
 
 REGION = struct.pack("<I", 0xBA55ED50)  # begins a fatbinary: u16 version, u16 header, u64 size
-ENTRY = struct.Struct("<HHIQ")  # of one: kind, version, header's bytes, bytes; u32 capability at 28
+ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, bytes of header and of code, capability
 
 
 def cut(library: bytes, capability: int) -> bytes:
@@ -32,8 +32,8 @@ def cut(library: bytes, capability: int) -> bytes:
         begin, end = at + header, at + header + size
         place, kept = begin, bytearray()
         while begin <= place < end <= len(data):
-            _, _, own, length = ENTRY.unpack_from(data, place)
-            if struct.unpack_from("<I", data, place + 28)[0] == capability:
+            _, _, own, length, made_for = ENTRY.unpack_from(data, place)
+            if made_for == capability:
                 kept += data[place : place + own + length]
             place += max(own + length, 1)
         if kept and place == end:

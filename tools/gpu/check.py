@@ -26,11 +26,9 @@ results.json in --out is written anew after each part, and log.txt has what the 
 exit code is 1 if a part failed (something did not open, a number is off, a crash, a time-out), 2 if
 the command line does not fit, else 0.
 
-Wheels that were carried are installed beforehand into a folder that comes first on PYTHONPATH, see
-docs/deploy/index.md; no network is needed.
---dry-run judges no numbers: it is for a machine without a GPU, where CUDA's libraries are stood in
-for, and shows that each part runs to its end and writes its results. With --device cpu numbers
-are judged unless --dry-run is given, too. --toy takes tiny sizes.
+carry.py packs what must be carried to a machine without a network, see docs/deploy/index.md.
+--dry-run judges no numbers: it shows, with CUDA's libraries stood in for, that each part runs to
+its end and writes its results. --device cpu judges them. --toy takes tiny sizes.
 
 This file and report.py import only the standard library, so that results are written even where
 packages are broken.
@@ -200,12 +198,8 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
     The bundle is made or read in any case. A part gets its own seconds, or the time that is left.
     """
     entries = {name: left_out("the run ended before it") for name in SECONDS}
-    figures: TableRow = {
-        "toy_sizes": job.options["toy"],
-        "dry_run": job.options["dry_run"],
-        "device": job.options["device"],
-        "parts": entries,
-    }
+    figures: TableRow = {key: job.options[key] for key in ("toy", "small", "dry_run", "device")}
+    figures["parts"] = entries
     for name, limit in SECONDS.items():
         left = begin + seconds - time.monotonic()
         if name not in asked_for and not (name == "bundle" and {*asked_for} & {*NEEDS_BUNDLE}):

@@ -141,8 +141,8 @@ def inflate(
     embed[:V, :D] = model.get_input_embeddings().weight
     head = matrix(model.get_output_embeddings().weight, rows, real, tuple(embed.shape), real)
     head[V:] = head[lowest]
-    ends = {"model.embed_tokens": embed, "lm_head": head}
-    ends["model.norm"] = plan.norm(weights["model.norm.weight"])
+    norm = plan.norm(weights["model.norm.weight"])
+    ends = {"model.embed_tokens": embed, "model.norm": norm, "lm_head": head}
     save("ends.safetensors", {f"{key}.weight": tensor for key, tensor in ends.items()})
     for i in range(large.num_layers):
         old = f"model.layers.{min(i, model.config.num_hidden_layers - 1)}"
@@ -151,8 +151,7 @@ def inflate(
             parts = {key: torch.zeros_like(tensor) for key, tensor in parts.items()}
         named = {f"model.layers.{i}.{LAYER[k]}.weight": x for k, x in plan.layer(parts).items()}
         save(f"layer-{i:02}.safetensors", named)
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     config = copy.deepcopy(model.config)
     for name, value in large.options().items():
         setattr(config, name, value)

@@ -45,7 +45,7 @@ class Sizes:
     """Says how much is measured.
 
     `bundle` is the shape that a target is inflated to, where no bundle is given. Chains of `widths`
-    nodes are verified after `contexts` tokens. `scattered` are heads and their width.
+    nodes are verified after `context` tokens. `scattered` are heads and their width.
     """
 
     bundle: Shape
@@ -54,7 +54,7 @@ class Sizes:
     num_audited: int
     audited_tokens: int
     bench_tokens: int
-    contexts: tuple[int, ...]
+    context: int
     widths: tuple[int, ...]
     repeats: int
     scattered: tuple[tuple[int, int], ...]
@@ -62,9 +62,9 @@ class Sizes:
 
 LARGE = Shape("llama-3-8b", 128_256, 4096, 14_336, 32, 32, 8, 128)
 SMALL = Shape("small", 49_408, 1152, 2048, 32, 16, 4, 128)
-REAL = Sizes(LARGE, 8, 8, 4, 64, 256, (1024,), (1, 4, 8, 16, 32), 20, ((8, 128), (32, 128)))
+REAL = Sizes(LARGE, 8, 8, 4, 64, 256, 1024, (1, 4, 8, 16, 32), 20, ((8, 128), (32, 128)))
 TINY = Shape("toy", 130, 128, 128, 3, 8, 4, 64)
-TOY = Sizes(TINY, 2, 2, 2, 16, 16, (80,), (1, 4, 8), 2, ((2, 16),))
+TOY = Sizes(TINY, 2, 2, 2, 16, 16, 80, (1, 4, 8), 2, ((2, 16),))
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The part of tools/gpu/check.py that times kernels by themselves, on which predictions stand."""
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -11,6 +9,7 @@ import numpy as np
 from spec_runtime.backends.session import PROVIDERS, ort
 from tools.gpu.job import Check, needed, torch_on
 from tools.gpu.report import Findings
+from tools.measure.step_costs import median_s
 
 CHAIN = 1000  # kernels that depend on one another, captured as one graph
 SCATTERS = 20  # ScatterND one after another, captured as one graph
@@ -89,13 +88,3 @@ def scatter_step(check: Check, by: str, n: int, heads: int, width: int) -> float
     binding.bind_ortvalue_output(f"x{SCATTERS}", out)
     step_s = median_s(lambda: session.run_with_iobinding(binding), check.sizes.repeats)
     return 1e6 * step_s / SCATTERS
-
-
-def median_s(run: Callable[[], None], repeats: int) -> float:
-    """Returns the median time of a run in seconds; three runs warm up and capture."""
-    seconds = []
-    for _ in range(3 + repeats):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[3:])
