@@ -341,7 +341,7 @@ def test_a_target_of_two_layers_is_built(
 
 def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
     """For a profile of only one row, TensorRT-RTX 1.7 would store a layer's weights twice."""
-    wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
+    wide: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
     wide |= {"num_attention_heads": 16, "num_key_value_heads": 16}
     hf_model, _ = target.load(target.resolve(str(save_llama(tmp_path / "llama", **wide))))
     decoder = Backbone.from_transformers(hf_model.half(), (), 64).eval()

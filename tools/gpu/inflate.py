@@ -151,7 +151,8 @@ def inflate(
             parts = {key: torch.zeros_like(tensor) for key, tensor in parts.items()}
         named = {f"model.layers.{i}.{LAYER[k]}.weight": x for k, x in plan.layer(parts).items()}
         save(f"layer-{i:02}.safetensors", named)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    index = {"metadata": {}, "weight_map": places}  # transformers asks for both
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = copy.deepcopy(model.config)
     for name, value in large.options().items():
         setattr(config, name, value)
@@ -185,9 +186,7 @@ def inflate_drafter(source: Path, small: Any, large: Shape, folder: Path) -> Pat
         state |= {f"{own}out": got["o"].t(), f"{own}down": got["down"].t()}
     for name in state.keys() & {"input_norm", "final_norm"}:
         state[name] = plan.norm(state[name])
-    mask = torch.zeros(len(state["mask_embed"]), new)
-    mask[:, :D] = state["mask_embed"]
-    state["mask_embed"] = mask
+    state["mask_embed"] = torch.nn.functional.pad(state["mask_embed"], (0, new - D))
     if "fc" in state:
         chunks = [torch.arange(D) + i * new for i in range(len(state["fc"]) // D)]
         read, real = torch.cat(chunks), torch.arange(D)
