@@ -1,12 +1,16 @@
 """Checks the command for a GPU machine: its processes, what its parts find on the CPU, what makes
 it fail, and a whole run over the stand-in for CUDA."""
 
+import io
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +27,15 @@ from tools.gpu import report
 from tools.gpu.report import Findings, LeftOut
 
 pytest.importorskip("torch")
-from tools.gpu import graphs, job, same
+from workshop import Workshop
+
+from tools.gpu import carry, job, same
 from tools.gpu import part as gpu_part
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
 
-NAMES = ["parallelspec", "medusa", "eagle", "hydra", "prompt_lookup"]
+NAMES = ["parallelspec", "prompt_lookup"]
 
 
 # ---- processes ----
@@ -55,14 +61,14 @@ found = report.Findings(on_change=save)
 found.add({"what": "found before"})
 if name == "bundle":
     carried = {"bundles": ["there"], "labels": ["toy"], "limits": {"there": 0.5}}
-if name == "parity":
+if name == "verify":
     found.attempt("the target", crash)
 if name == "lanes":
     print("about to hang", flush=True)
     time.sleep(60)
 if name == "losslessness":
     found.fail(f"limits {asked['carried']['limits']}")
-if name == "attention":
+if name == "torch":
     sys.exit("no such thing")
 found.figure = "all of it"
 save(found)
@@ -88,6 +94,9 @@ def fake_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess.Popen, "wait", wait)
 
 
+TOY = ("--toy", "--model", "there", "--drafter", "there")
+
+
 def call(out: Path, *words: object) -> tuple[int, dict[str, Any]]:
     """Runs the command in this process; returns its exit code and what it wrote."""
     code = gpu_check.main([str(word) for word in ("--out", out, *words)])
@@ -100,19 +109,19 @@ def call(out: Path, *words: object) -> tuple[int, dict[str, Any]]:
 def test_a_crash_and_a_hang_lose_their_own_part_alone(
     fake_parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, figures = call(tmp_path / "out", "--toy")
+    code, figures = call(tmp_path / "out", *TOY)
     assert code == 1
     parts = figures["parts"]
     statuses = {name: part["status"] for name, part in parts.items()}
     failed = {name for name, status in statuses.items() if status == "FAILED"}
-    assert failed == {"parity", "losslessness", "lanes", "attention"}
+    assert failed == {"verify", "losslessness", "lanes", "torch"}
     assert {statuses[name] for name in statuses if name not in failed} == {"ok"}
     last = "the last line of log.txt"
     expected = {
-        "parity": f"the target: the process was ended by SIGSEGV; {last}: ==== parity ====",
-        "lanes": f"was still running after 120 s and was killed; {last}: about to hang",
+        "verify": f"the target: the process was ended by SIGSEGV; {last}: ==== verify ====",
+        "lanes": f"was still running after 90 s and was killed; {last}: about to hang",
         "losslessness": "limits {'there': 0.5}",  # handed on by an earlier part
-        "attention": f"the process ended with exit code 1; {last}: no such thing",
+        "torch": f"the process ended with exit code 1; {last}: no such thing",
     }
     assert {name: parts[name]["failures"] for name in failed} == {
         name: [text] for name, text in expected.items()
@@ -124,14 +133,14 @@ def test_a_crash_and_a_hang_lose_their_own_part_alone(
     assert "no such thing" in log
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(gpu_check.SECONDS)
-    assert re.fullmatch(r"parity +FAILED +\d+\.\d s  the target: the process was .*", lines[2])
-    assert re.fullmatch(r"bench +ok +\d+\.\d s  all of it", lines[-2])
+    assert re.fullmatch(r"verify +FAILED +\d+\.\d s  the target: the process was .*", lines[3])
+    assert re.fullmatch(r"bench +ok +\d+\.\d s  all of it", lines[4])
 
 
 def test_parts_are_left_out_when_time_is_over_or_a_bundle_is_missing(
     fake_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, figures = call(tmp_path / "out", "--toy", "--parts", "environment", "bench")
+    code, figures = call(tmp_path / "out", *TOY, "--parts", "environment", "bench")
     reasons = {
         n: each["missing"][0]["why"] for n, each in figures["parts"].items() if each["missing"]
     }
@@ -139,11 +148,11 @@ def test_parts_are_left_out_when_time_is_over_or_a_bundle_is_missing(
     ran = {"environment", "bundle", "bench"}  # the bundle, since bench needs it
     assert reasons == dict.fromkeys(set(gpu_check.SECONDS) - ran, "not asked for")
     monkeypatch.setattr(gpu_check, "PART", [str(tmp_path / "missing.py")])
-    code, figures = call(tmp_path / "out", "--toy", "--parts", "bundle", "parity")
+    code, figures = call(tmp_path / "out", *TOY, "--parts", "bundle", "verify")
     assert code == 1
-    assert figures["parts"]["parity"]["missing"][0]["why"] == "there is no bundle"
+    assert figures["parts"]["verify"]["missing"][0]["why"] == "there is no bundle"
     assert "exit code 2" in figures["parts"]["bundle"]["failures"][0]
-    code, figures = call(tmp_path / "out", "--toy", "--minutes", "0.0001")
+    code, figures = call(tmp_path / "out", *TOY, "--minutes", "0.0001")
     whys = {each["missing"][0]["why"] for each in figures["parts"].values()}
     assert (code, whys) == (0, {"the 0.0001 minutes were over"})
 
@@ -168,8 +177,8 @@ def test_the_command_itself_needs_the_standard_library_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--bundle", "nowhere"], "got --bundle without --prompts, expected both, or neither"),
-        (["--toy", "--bundle", "nowhere"], "nowhere: no manifest.json here, expected a bundle"),
+        (["--bundle", "nowhere"], "nowhere: no manifest.json here, expected a bundle"),
+        (["--toy"], "got --toy, expected --bundle too, or --model and --drafter"),
         (["--prompts", "nowhere"], "got --prompts nowhere, expected a file"),
         (["--minutes", "0"], "got --minutes 0, expected more than 0"),
         (["--parts", "nothing"], "invalid choice: 'nothing'"),
@@ -213,7 +222,7 @@ def test_a_dry_run_judges_no_numbers_and_nothing_begins_after_the_deadline() -> 
     found.add({"n": 1})
     found.figure = "1 of 2"
     found.fail_number("it differs")
-    line = report.verdict("parity", found.as_dict(0.0))
+    line = report.verdict("lanes", found.as_dict(0.0))
     assert line.endswith("ok          0.0 s  1 of 2; 1 numbers off, not judged")
     found.deadline = 0.0
     assert found.attempt("it", lambda: 1) is None
@@ -234,16 +243,22 @@ class Toy:
     answers: dict[str, dict[str, Any]]
 
     def check(self) -> job.Check:
-        return gpu_part.read_job({**self.asked, "part": "parity"})
+        return gpu_part.read_job({**self.asked, "part": "verify"})
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """Runs the first two parts as their processes do; the second builds a bundle."""
+def toy(tmp_path_factory: pytest.TempPathFactory, workshop: Workshop) -> Toy:
+    """Runs the first two parts as their processes do; the second inflates and builds a bundle."""
     folder = tmp_path_factory.mktemp("gpu_check")
     asked: dict[str, Any] = {
-        **{"command": ["check.py"], "bundles": [], "prompts": None, "device": "cpu"},
-        **{"toy": True, "dry_run": False, "work": str(folder)},
+        **{
+            "command": ["check.py"],
+            "bundles": [],
+            "prompts": str(gpu_check.PROMPTS),
+            "device": "cpu",
+        },
+        **{"toy": True, "small": False, "dry_run": False, "work": str(folder)},
+        **{"model": str(workshop.llama()), "drafter": str(workshop.drafter("parallelspec"))},
         **{"seconds": 600.0, "carried": {}},
     }
     answers = {}
@@ -277,7 +292,14 @@ def test_the_first_parts_say_what_is_there(toy: Toy) -> None:
     entries = {name: answer["entry"] for name, answer in toy.answers.items()}
     assert {entry["status"] for entry in entries.values()} == {"ok"}
     about = {row["what"] for row in entries["environment"]["tables"]["measured"]}
-    assert {"CPU", "python", "onnxruntime", "CUDA's libraries", "device asked for"} <= about
+    assert {
+        "CPU",
+        "python",
+        "onnxruntime",
+        "providers",
+        "CUDA's libraries",
+        "device asked for",
+    } <= about
     assert toy.asked["carried"]["measured_on"].startswith("no GPU was used (")
     assert toy.asked["carried"]["provenance"]["command"] == ["check.py"]
     (row,) = entries["bundle"]["tables"]["measured"]
@@ -285,14 +307,10 @@ def test_the_first_parts_say_what_is_there(toy: Toy) -> None:
 
 
 def test_all_drafters_are_the_same_on_the_cpu(run: Run) -> None:
-    rows = {row["drafter"]: row for row in run("parity").tables["measured"]}
-    assert list(rows) == ["none", *NAMES]
-    assert {row["verdict"] for row in rows.values()} == {"ok"}
-    assert {rows[name]["same guesses"] for name in NAMES[:-1]} == {1.0}
     found = run("losslessness")
     assert found.status == "ok"
     rows_of = found.tables["measured"]
-    pairs = [(name, way) for way in same.DECODINGS for name in NAMES]
+    pairs = [(name, way) for way in same.DECODINGS for name in NAMES] + [("none", "small")]
     assert [(row["drafter"], row["decoding"]) for row in rows_of] == pairs
     for row in rows_of:
         assert (row["prompts"], row["identical"], row["real"]) == (2, 1.0, 0)
@@ -311,12 +329,12 @@ def test_prompts_that_share_passes_get_the_same(run: Run) -> None:
     assert found.figure.startswith("together / alone ")
 
 
-def test_the_shipped_drafter_is_benched_before_the_others(run: Run) -> None:
+def test_all_ways_of_drafting_are_benched(run: Run) -> None:
     def names(found: Findings) -> list[str]:
         return [row["drafter"].partition("+")[0] for row in found.tables["measured"]]
 
     found = run("bench")
-    assert names(found) == ["none", "parallelspec", "none", *NAMES[1:]]
+    assert names(found) == ["none", *NAMES]
     assert found.tables["measured"][0]["accepted length"] == 1.0
     for row in found.tables["measured"]:
         assert row["identical"] == 1.0
@@ -324,26 +342,25 @@ def test_the_shipped_drafter_is_benched_before_the_others(run: Run) -> None:
     assert re.match(r"\S+ \d.\d\d times plain decoding", found.figure)
 
 
-def test_all_forms_of_attention_agree(toy: Toy, run: Run) -> None:
-    rows = run("attention").tables["measured"]
-    names = bundles.ATTENTIONS
-    assert [(row["attention"], row["S"]) for row in rows] == [
-        (n, s) for n in names for s in (80, 96)
-    ]
-    for row in rows:
-        assert min(row[f"n = {n}"] for n in (1, 4, 8)) > 0
-        assert 0 <= row["Δ"] < 1e-5
-    files = {(toy.folder / "attention" / name / "target.onnx").read_bytes() for name in names}
-    assert len(files) == len(names), "rows of other graphs, not the same ones"
+@pytest.mark.slow
+def test_passes_kernels_and_torch_are_timed_and_genai_is_left_out(run: Run) -> None:
+    (row,) = run("verify").tables["measured"]
+    assert min(row[f"n = {n}"] for n in (1, 4, 8)) > 0
+    found = run("kernels")
+    assert [each["what"][:15] for each in found.missing] == ["copy, GB/s", "a kernel of a c"]
+    whats = [row["what"] for row in found.tables["measured"]]
+    assert whats[0] == "ScatterND by row, 1 x 2 x 16, µs"
+    assert len(whats) == 10
+    rows = {row["engine"]: row for row in run("torch").tables["measured"]}
+    assert {row["identical"] for row in rows.values()} == {1.0}, "tokens of the small target"
+    assert len(rows) == 3
+    assert run("genai").missing[0]["why"].startswith("this needs onnxruntime_genai")
 
 
-def test_a_missing_package_leaves_out_what_needs_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pytorch_nothing_is_inflated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = run("attention")
-    assert found.status == "left out"
-    assert found.missing[0]["why"].startswith("making random graphs needs the extra export")
+    found = run("bundle")
+    assert (found.status, found.missing[0]["what"]) == ("left out", "inflating a target")
 
 
 # ---- what makes a part fail ----
@@ -355,50 +372,28 @@ def test_a_graph_that_cannot_be_opened_fails_and_the_others_go_on(
     real = backends.open_graph
 
     def open_graph(bundle: bundles.Bundle, graph: bundles.Graph, *rest: Any) -> backends.Backend:
-        if "medusa" in graph.file:
+        if "parallelspec" in graph.file:
             raise ValueError("got a\ntruncated file")
         return real(bundle, graph, *rest)
 
     monkeypatch.setattr(backends, "open_graph", open_graph)
-    found = run("parity")
-    assert found.failures == ["toy fp32, medusa: got a truncated file"]
-    assert len(found.tables["measured"]) == 5
     found = run("bench")
-    assert found.failures[0] == "toy fp32, medusa: got a truncated file"
-    assert [row["drafter"].partition("+")[0] for row in found.tables["measured"][2:]] == [
-        *("none", "eagle", "hydra", "prompt_lookup")
-    ]
+    assert found.failures[0] == "toy fp32, parallelspec: got a truncated file"
+    rows = [row["drafter"].partition("+")[0] for row in found.tables["measured"]]
+    assert rows == ["none", "prompt_lookup"]
 
 
-def distort_the_device(monkeypatch: pytest.MonkeyPatch, name: str, offset: float) -> None:
-    """Changes what the function of same.py, or of what it uses, finds first: the device's."""
-    place, found = (same.audit, "replay") if name == "replay" else (same, name)
-    real, changed = getattr(place, found), list[Any]()
-
-    def distorted(*arguments: Any) -> Any:
-        right = real(*arguments)
-        if len(right) and not changed:
-            changed.append(right)
-            first = 0 if name == "replay" else next(iter(right))
-            right[first] += offset
-        return right
-
-    monkeypatch.setattr(place, found, distorted)
-
-
-@pytest.mark.parametrize(("offset", "count"), [(1e-5, 0), (0.1, 1), (float("nan"), 1)])
-@pytest.mark.parametrize(("name", "kind"), [("replay", "logits"), ("guesses", "guesses")])
-def test_parity_fails_by_value(
-    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, offset: float, count: int
+@pytest.mark.parametrize(("offset", "count"), [(1e-5, 0), (1.0, 1), (float("nan"), 1)])
+def test_logits_unlike_the_small_targets_fail(
+    toy: Toy, run: Run, tmp_path: Path, offset: float, count: int
 ) -> None:
-    distort_the_device(monkeypatch, name, offset)
-    found = run("parity")
-    assert found.status == ("FAILED" if count else "ok")
+    check = toy.check()
+    small_PV = np.load(toy.folder / job.SMALL_LOGITS)
+    np.save(tmp_path / job.SMALL_LOGITS, small_PV + offset * (np.arange(98) == 5))
+    check.work = tmp_path
+    found = run("losslessness", check=check)
     assert len(found.failures) == count
-    if count:
-        assert f": {kind} differ by " in found.failures[0]
-    if np.isnan(offset):
-        assert [row.get(f"{kind}, worst", 0) for row in found.tables["measured"]].count(None) == 1
+    assert all(": logits differ by " in each for each in found.failures)
 
 
 def test_wrong_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,22 +408,53 @@ def test_wrong_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
 
 
+# ---- what is carried ----
+
+
+def test_pieces_give_the_wheel_with_one_capabilitys_code_and_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fatbinary(*parts: tuple[int, bytes]) -> bytes:
+        entries = b"".join(
+            struct.pack("<HHIQ12xI", 2, 1, 32, len(code), capability) + code
+            for capability, code in parts
+        )
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+    kept, alone = fatbinary((90, b"kept")), fatbinary((75, b"only"))
+    both = fatbinary((75, b"older"), (90, b"kept"), (120, b"newer"))
+    library = b"head" + both + both + alone + b"tail"
+    cut = kept.ljust(len(both), b"\0")
+    with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
+        wheel.writestr("capi/cuda.so", library)
+        wheel.writestr("other.so", library)
+    (tmp_path / "target.gguf").write_bytes(bytes(3 << 20))
+    monkeypatch.setattr(carry.demo, "fetch", lambda: tmp_path / "target.gguf")
+    words = [str(tmp_path / "it.whl"), "--out", str(tmp_path / "out"), "--mib", "1"]
+    monkeypatch.setattr(sys, "argv", ["carry", *words])
+    carry.main()
+    pieces = sorted((tmp_path / "out").glob("*/piece-*"), key=lambda piece: piece.name)
+    assert [piece.parent.name for piece in pieces] == ["1", "2", "3", "4"]
+    assert max(piece.stat().st_size for piece in pieces) == 1 << 20
+    whole = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))
+    with tarfile.open(fileobj=whole) as archive:
+        archive.extractall(tmp_path / "there", filter="data")
+    assert (tmp_path / "there/cache/specsplit/target.gguf").stat().st_size == 3 << 20
+    with zipfile.ZipFile(tmp_path / "there/wheels/it.whl") as wheel:
+        assert wheel.read("capi/cuda.so") == b"head" + cut + cut + alone + b"tail"
+        assert wheel.read("other.so") == library
+
+
 # ---- small things ----
 
 
 def test_errors_of_rows_are_shares_of_their_range() -> None:
     expected = np.array([[0.0, 10.0], [0.0, 0.5]])
     got = np.array([[1.0, 10.0], [0.0, 0.25]])
-    assert graphs.row_errors(got, expected) == [0.1, 0.25]
+    assert same.row_errors(got, expected) == [0.1, 0.25]
 
 
 # ---- a whole run over the stand-in for CUDA, whose numbers mean nothing ----
-
-
-@pytest.fixture(scope="module")
-def cuda_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the toy's bundle for CUDA."""
-    return graphs.random_bundle(tmp_path_factory.mktemp("cuda"), job.TINY, "cuda")
 
 
 def run_over(standin: "StandIn", out: Path, words: Sequence[object]) -> tuple[int, str]:
@@ -449,19 +475,18 @@ def run_over(standin: "StandIn", out: Path, words: Sequence[object]) -> tuple[in
 @pytest.mark.standin
 def test_every_part_runs_to_its_end_over_the_stand_in(
     standin: "StandIn",
-    cuda_bundle: Path,
+    workshop: Workshop,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    names = [name for name in gpu_check.SECONDS if name != "attention"]  # as in test_cuda_matrix.py
-    code, printed = run_over(standin, tmp_path, ["--bundle", cuda_bundle, "--parts", *names])
+    drafter = workshop.drafter("parallelspec")
+    code, printed = run_over(standin, tmp_path, ["--model", workshop.llama(), "--drafter", drafter])
     figures = json.loads((tmp_path / "results.json").read_text())
     record_property("shown", f"{printed}exit code {code}, {figures['seconds']:.0f} s")
     failures = [text for part in figures["parts"].values() for text in part["failures"]]
     assert (code, failures) == (0, [])
     statuses = {name: part["status"] for name, part in figures["parts"].items()}
-    assert statuses == dict.fromkeys(gpu_check.SECONDS, "ok") | {"attention": "left out"}
-    rows = figures["parts"]["parity"]["tables"]["measured"]
-    opened = [(row["drafter"], row["CUDA graphs"]) for row in rows]
-    assert opened == [(name, "yes") for name in ("none", *NAMES)]
-    assert len(figures["parts"]["losslessness"]["tables"]["measured"]) == 2 * 5
+    assert statuses == dict.fromkeys(gpu_check.SECONDS, "ok") | dict.fromkeys(
+        ("torch", "genai"), "left out"
+    )
+    assert len(figures["parts"]["losslessness"]["tables"]["measured"]) == 2 * 2 + 1

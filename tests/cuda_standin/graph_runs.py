@@ -23,14 +23,16 @@ import spec_runtime
 from spec_runtime import backends
 from spec_runtime.backends import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
+from spec_runtime.backends.shapes import is_cache
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.loop.kv import open_cache
 from spec_runtime.loop.target import ARGMAX, TOP, Asked, Target, verify_together
 from spec_runtime.trees.tree import TokenTree
-from tools.gpu.graphs import Feeder
 
 # What a graph is run for. The first run of a shape is eager, the second captures it.
 PHASES = EAGER, CAPTURE, REPLAY = "eager", "capture", "replay"
 OPEN = "open"
+SCRATCH = 128  # rows that trees may take
 NUM_ROWS = 8  # of a run that has a choice
 PARENTS = np.array([0, 0, 0, 1, 1, 2, 2, 3])
 POSITIONS = "kv.positions"  # the positions of slots, a cache of models with convolutions or windows
@@ -55,6 +57,54 @@ class Finding:
     cpu_nodes: list[str] = field(default_factory=list)
     num_memcpy: int = 0
     smallest_buffer: int = 0
+
+
+class Feeder:
+    """Makes random but valid feeds of one graph, over a cache of its own.
+
+    Every feeder of a graph makes the same feeds.
+    """
+
+    def __init__(
+        self, graph: bundles.Graph, capacity: int, vocab_size: int, num_levels: int = 1
+    ) -> None:
+        self._graph, self._vocab_size, self._num_levels = graph, vocab_size, num_levels
+        self._cache = None
+        if graph.form != "stateless":
+            self._cache = open_cache(graph.form, capacity)
+        self._rng = np.random.default_rng(0)
+        self._level = 0
+
+    def feeds(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns feeds for a tree after the rows that were kept.
+
+        Raises ValueError for an input of no known meaning.
+        """
+        n = len(parent_N)
+        feeds = {} if self._cache is None else self._cache.place(parent_N)
+        for spec in self._graph.inputs:
+            if spec.name in feeds or is_cache(spec):
+                continue
+            shape = tuple(n if isinstance(axis, str) else axis for axis in spec.shape)
+            if spec.name == "input_ids":
+                feeds[spec.name] = self._rng.integers(self._vocab_size, size=shape)
+            elif spec.name == "logit_rows":
+                feeds[spec.name] = np.arange(n, dtype=np.int64)
+            elif spec.name == "level":
+                feeds[spec.name] = np.full(shape, self._level % self._num_levels, np.int64)
+            elif spec.name == bundles.BANK_ROWS:
+                feeds[spec.name] = np.arange(shape[0], dtype=np.int64)
+            elif spec.name in (bundles.FEATURE_ROWS, bundles.STATE_ROWS):
+                # Never rows that the run writes: a captured run is run three times.
+                feeds[spec.name] = n + self._rng.integers(SCRATCH // 2, size=shape)
+                if spec.name == bundles.FEATURE_ROWS:  # one feature of its own, or zeros
+                    feeds[spec.name][-1] = -1 - n
+            elif spec.name in ("features", "state", "logits"):
+                feeds[spec.name] = self._rng.standard_normal(shape, np.float32)
+            else:
+                raise ValueError(f"got input {spec.name}, which this script has no feeds for")
+        self._level += 1
+        return feeds
 
 
 class WatchedSession(ort.InferenceSession):  # type: ignore[misc]

@@ -19,6 +19,7 @@ import torch
 from graphs import Runner, graph_of
 from small import Run
 from tiny_backbone import backbone_of, tiny
+from tiny_target import save_llama
 from workshop import FluentWorkshop, Workshop
 
 import spec_runtime
@@ -37,7 +38,6 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
 from spec_runtime.files.installed import install
 from spec_runtime.loop.target import ARGMAX, TOP
-from tools.gpu.graphs import Shape, random_backbone
 
 CAPABILITIES = ("8.0", "8.9", "12.0")
 SHARED_CACHE = "skip_layer"  # its runs would move rows of the target's cache
@@ -341,8 +341,11 @@ def test_a_target_of_two_layers_is_built(
 
 def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
     """For a profile of only one row, TensorRT-RTX 1.7 would store a layer's weights twice."""
-    wide = Shape("wide", 98, 1024, 2048, 1, 16, 16, 64)
-    model = trace.export_backbone(random_backbone(wide, 64, "fp16"), capacity_symbolic=False)
+    wide: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
+    wide |= {"num_attention_heads": 16, "num_key_value_heads": 16}
+    hf_model, _ = target.load(target.resolve(str(save_llama(tmp_path / "llama", **wide))))
+    decoder = Backbone.from_transformers(hf_model.half(), (), 64).eval()
+    model = trace.export_backbone(decoder, capacity_symbolic=False)
     graph = save_graph(build.adapt(model, "fp16"), "contiguous", tmp_path, "graph.onnx")
     profiles = build.profiles_for(graph, 24, 128)
     plan = build.build_plan(rtx, tmp_path / "graph.onnx", graph, profiles, "8.9")

@@ -174,7 +174,7 @@ def test_tokens_are_compared_with_transformers(
     words = ["transformers", *words, "--limit", "2", "--model", str(workshop.llama())]
     words += ["--drafter", "prompt_lookup"]
     assert compare.main(words) == 0
-    monkeypatch.setattr(compare, "_generated", lambda *_: [5, 6])
+    monkeypatch.setattr(compare, "generated", lambda *_: [5, 6])
     assert compare.main(words) == 1
     found = json.loads((tmp_path / "out.json").read_text())["drafters"]["prompt_lookup"]
     assert found["identical"] == 2 - len(found["differences"]) < 2

@@ -1,21 +1,24 @@
-"""Checks in the first ten minutes on a GPU machine that everything opens, computes the same as the
-CPU and loses nothing, and how fast it is.
+"""Checks in the first ten minutes on a GPU machine that everything opens and loses nothing, and how
+fast it is at the shape of a large model.
 
-    python -m tools.gpu.check --out DIR --bundle DIR [DIR …] --prompts FILE.jsonl
-        [--minutes 10] [--parts NAME …]
-    python -m tools.gpu.check --out DIR                 a random target, built here
-    python -m tools.gpu.check --out DIR --toy --dry-run [--device cpu]
+    python -m tools.gpu.check --out DIR [--minutes 10] [--parts NAME …]
+        the demo and its ParallelSpec, inflated to Llama-3-8B's shape (--small: to 0.5 B)
+    python -m tools.gpu.check --out DIR --bundle DIR [DIR …] [--prompts FILE.jsonl]
+    python -m tools.gpu.check --out DIR --toy --dry-run --model DIR --drafter DIR [--device cpu]
 
 Parts, the most valuable first:
 
 environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
-bundle         reads the bundles and checks their hashes, or builds one of a random target
-parity         the target's logits and every drafter's guesses against those of ONNX Runtime's CPU
-               provider, with or without CUDA graphs
-losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding
-lanes          several prompts that share passes: same tokens as alone, ratio of speeds
+bundle         reads the bundles and checks their hashes, or inflates a small target to a large one
+               that says the same, see inflate.py
+losslessness   64 tokens of every drafter, greedy and with a seed, against plain decoding; this and
+               its logits against what the small target says by transformers
+verify         milliseconds of a pass over n nodes, and over one
 bench          the shipped drafter, then all others: accepted length, tokens/s, speed-up
-attention      milliseconds of four layers with each form of attention, by context and rows
+lanes          several prompts that share passes: same tokens as alone, ratio of speeds
+kernels        a copy, a chain of kernels, ScatterND by row and by value
+torch          transformers on the same weights: eager, prompt lookup, torch.compile
+genai          onnxruntime-genai on the same weights
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
@@ -23,12 +26,9 @@ results.json in --out is written anew after each part, and log.txt has what the 
 exit code is 1 if a part failed (something did not open, a number is off, a crash, a time-out), 2 if
 the command line does not fit, else 0.
 
-Wheels that were carried are installed beforehand into a folder that comes first on PYTHONPATH, see
-docs/deploy/index.md; no network is needed.
---dry-run judges no numbers: it is for a machine without a GPU, where CUDA's libraries are stood in
-for, and shows that each part runs to its end and writes its results. With --device cpu the CPU
-is compared with itself, and numbers are judged unless --dry-run is given, too. --toy takes tiny
-sizes.
+carry.py packs what must be carried to a machine without a network, see docs/deploy/index.md.
+--dry-run judges no numbers: it shows, with CUDA's libraries stood in for, that each part runs to
+its end and writes its results. --device cpu judges them. --toy takes tiny sizes.
 
 This file and report.py import only the standard library, so that results are written even where
 packages are broken.
@@ -51,19 +51,22 @@ from tools.gpu import report
 from tools.gpu.report import FAILED, TableRow, left_out
 
 ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ROOT / "spec_export/assets/reference_prompts.jsonl"
 PART = ["-m", "tools.gpu.part"]
 # What runs in which order, and the seconds after which a part is killed. A part begins no further
 # piece after two thirds of them.
 SECONDS = {
-    "environment": 60.0,
-    "bundle": 180.0,
-    "parity": 180.0,
-    "losslessness": 150.0,
-    "lanes": 120.0,
-    "bench": 240.0,
-    "attention": 120.0,
+    "environment": 40.0,
+    "bundle": 240.0,
+    "losslessness": 120.0,
+    "verify": 40.0,
+    "bench": 180.0,
+    "lanes": 90.0,
+    "kernels": 60.0,
+    "torch": 120.0,
+    "genai": 150.0,
 }
-NEEDS_BUNDLE = ("parity", "losslessness", "lanes", "bench")
+NEEDS_BUNDLE = ("losslessness", "verify", "bench", "lanes", "torch", "genai")
 MIN_SECONDS = 10.0  # with less, a part is not begun
 
 
@@ -138,19 +141,22 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bundle", type=Path, nargs="+", default=[])
-    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--parts", nargs="+", choices=SECONDS, default=list(SECONDS))
+    parser.add_argument("--model", help="inflated in place of the demo")
+    parser.add_argument("--drafter", help="the model's ParallelSpec")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args(words)
-    if arguments.bundle and arguments.prompts is None and not arguments.toy:
-        parser.error("got --bundle without --prompts, expected both, or neither")
+    if arguments.toy and not (arguments.bundle or (arguments.model and arguments.drafter)):
+        parser.error("got --toy, expected --bundle too, or --model and --drafter")
     for path in arguments.bundle:
         if not (path / "manifest.json").is_file():
             parser.error(f"{path}: no manifest.json here, expected a bundle")
-    if arguments.prompts is not None and not arguments.prompts.is_file():
+    if not arguments.prompts.is_file():
         parser.error(f"got --prompts {arguments.prompts}, expected a file")
     if not arguments.minutes > 0:
         parser.error(f"got --minutes {arguments.minutes:g}, expected more than 0")
@@ -169,10 +175,11 @@ def main(words: Sequence[str] | None = None) -> int:
         options = {
             "command": sys.argv,
             "bundles": [str(path.resolve()) for path in arguments.bundle],
-            "prompts": None if arguments.prompts is None else str(arguments.prompts.resolve()),
+            "prompts": str(arguments.prompts.resolve()),
             "device": arguments.device,
-            "toy": arguments.toy,
-            "dry_run": arguments.dry_run,
+            **{
+                key: vars(arguments)[key] for key in ("toy", "small", "dry_run", "model", "drafter")
+            },
             "work": folder,
         }
         places = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
@@ -191,12 +198,8 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
     The bundle is made or read in any case. A part gets its own seconds, or the time that is left.
     """
     entries = {name: left_out("the run ended before it") for name in SECONDS}
-    figures: TableRow = {
-        "toy_sizes": job.options["toy"],
-        "dry_run": job.options["dry_run"],
-        "device": job.options["device"],
-        "parts": entries,
-    }
+    figures: TableRow = {key: job.options[key] for key in ("toy", "small", "dry_run", "device")}
+    figures["parts"] = entries
     for name, limit in SECONDS.items():
         left = begin + seconds - time.monotonic()
         if name not in asked_for and not (name == "bundle" and {*asked_for} & {*NEEDS_BUNDLE}):

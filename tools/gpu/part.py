@@ -5,6 +5,7 @@
 The result is written anew after every row, so that a part that is killed leaves what it had found.
 """
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -12,20 +13,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.libraries import load_libraries
+from spec_runtime.backends.session import ort
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.machine import cpu_model, default_threads, versions
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
-from tools.gpu import graphs, same, speed
-from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, label
+from tools.gpu import kernels, others, same, speed
+from tools.gpu.job import REAL, SMALL, TOY, Check, label, needed
 from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
-
-# ---------------------------------------------------------------------------------- environment
 
 
 def environment(check: Check, found: Findings) -> None:
@@ -33,14 +33,12 @@ def environment(check: Check, found: Findings) -> None:
     packages = ("torch", "cuda-bindings", "tensorrt-rtx-cu13-libs")
     about = {"device asked for": check.device, "CPU": f"{cpu_model()}, {default_threads()} threads"}
     about |= versions((*provenance.PACKAGES, *packages))
-    for what, ask in MACHINE.items():
-        value = found.attempt(what, ask)
-        if value is not None:
-            about[what] = value
+    about["providers"] = ", ".join(ort.get_available_providers())
+    about["CUDA's libraries"] = f"missing: {', '.join(load_libraries()) or 'none'}"
+    about["GPU"] = found.attempt("GPU", _gpu) or "no GPU that nvidia-smi names"
     for what, value in about.items():
         found.add({"what": what, "value": value})
-    gpu = about.get("GPU", "no GPU that nvidia-smi names")
-    used = f"no GPU was used ({about['CPU']})" if check.device == "cpu" else gpu
+    used = f"no GPU was used ({about['CPU']})" if check.device == "cpu" else about["GPU"]
     found.figure = f"{used}; onnxruntime {about.get('onnxruntime', 'unknown')}"
 
 
@@ -54,32 +52,11 @@ def _gpu() -> str:
     return "; ".join(done.stdout.splitlines())
 
 
-def _onnxruntime() -> str:
-    from spec_runtime.backends.session import ort
-
-    return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
-
-
-def _libraries() -> str:
-    missing = load_libraries()
-    return f"missing: {', '.join(missing)}" if missing else "all are here"
-
-
-MACHINE: dict[str, Callable[[], str]] = {
-    "GPU": _gpu,
-    "onnxruntime": _onnxruntime,
-    "CUDA's libraries": _libraries,
-}
-
-
-# --------------------------------------------------------------------------------------- bundle
-
-
 def bundle(check: Check, found: Findings) -> None:
     """Reads the bundles that were given and checks their hashes, or builds one."""
     given = check.given
     if not given:
-        made = found.attempt("building a random target's bundle", _build, check)
+        made = found.attempt("inflating a target", _inflate, check)
         given = [] if made is None else [made]
     for path in given:
         opened = found.attempt(path.name, bundles.read, path)
@@ -91,35 +68,50 @@ def bundle(check: Check, found: Findings) -> None:
     found.figure = ", ".join(label(opened) for opened in check.opened)
 
 
-def _build(check: Check) -> Path:
-    speed.require_export()
-    return graphs.random_bundle(check.work, check.sizes.bundle, check.device)
+def _inflate(check: Check) -> Path:
+    for package in ("torch", "transformers", "onnxscript"):
+        needed(package)
+    from tools.gpu import inflate
 
+    return inflate.bundle(check)
 
-# ----------------------------------------------------------------------------------------- main
 
 PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "environment": environment,
     "bundle": bundle,
-    "parity": same.parity,
+    "kernels": kernels.kernels,
     "losslessness": same.losslessness,
-    "lanes": same.lanes,
+    "verify": speed.verify,
     "bench": speed.bench_all,
-    "attention": speed.attention,
+    "lanes": same.lanes,
+    "torch": others.with_torch,
+    "genai": others.with_genai,
 }
 
 
 def read_job(asked: TableRow) -> Check:
     """Makes what a part is given; raises ValueError for prompts that cannot be read."""
     carried, sizes = asked["carried"], TOY if asked["toy"] else REAL
-    prompts = RANDOM_PROMPTS[: sizes.num_prompts]
-    if asked["prompts"] is not None:
-        prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
+    if asked["small"]:
+        sizes = dataclasses.replace(sizes, bundle=SMALL)
+    prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
     check = Check([], prompts, asked["device"], sizes, Path(asked["work"]))
-    check.limits |= carried.get("limits", {})
+    check.limits, check.kept = carried.get("limits", {}), carried.get("kept", {})
+    check.model, check.drafter = asked["model"], asked["drafter"]
     check.given = [Path(path) for path in asked["bundles"]]
     check.opened = [bundles.read(Path(path), False) for path in carried.get("bundles", [])]
     return check
+
+
+def with_memory(check: Check, found: Findings, part: Callable[[Check, Findings], None]) -> None:
+    """Runs a part, and adds how much of the device's memory it has in the end."""
+    device = Cuda.open() if check.device == "cuda" and part is not environment else None
+    before = 0 if device is None else device.free_bytes
+    part(check, found)
+    if device is not None and any(found.tables.values()):
+        used = (before - device.free_bytes) / 1e9
+        found.add({"GB": used}, "device memory")
+        found.figure += f"; {used:.2f} GB of the device"
 
 
 def run_part(asked: TableRow, result: Path) -> None:
@@ -136,8 +128,8 @@ def run_part(asked: TableRow, result: Path) -> None:
     name = asked["part"]
     check = found.attempt(name, read_job, asked)
     if check is not None:
-        found.attempt(name, PARTS[name], check, found)
-        carried["limits"] = check.limits
+        found.attempt(name, with_memory, check, found, PARTS[name])
+        carried |= {"limits": check.limits, "kept": check.kept}
         if name == "bundle":
             carried["bundles"] = [str(opened.path) for opened in check.opened]
             carried["labels"] = [label(opened) for opened in check.opened]
@@ -149,8 +141,7 @@ def run_part(asked: TableRow, result: Path) -> None:
 
 def _provenance(asked: TableRow) -> TableRow:
     sys.argv = asked["command"]  # of the command, in place of this process's own
-    prompts: Any = None if asked["prompts"] is None else Path(asked["prompts"])
-    return provenance.collect(prompts_file=prompts)
+    return provenance.collect(prompts_file=Path(asked["prompts"]))
 
 
 def main() -> None:

@@ -118,11 +118,6 @@ def one_line(error: BaseException) -> str:
     return text if says_all else f"{type(error).__name__}: {text}"
 
 
-def finite(value: Any) -> float | None:
-    """Returns the number, or None for NaN and infinity, which JSON does not have."""
-    return float(value) if math.isfinite(value) else None
-
-
 def verdict(name: str, entry: TableRow) -> str:
     """Returns the part's line on stdout: name, verdict, seconds, and the figure or the reason."""
     reasons = entry["failures"] or [each["why"] for each in entry["missing"]]
@@ -134,9 +129,6 @@ def verdict(name: str, entry: TableRow) -> str:
     if entry["status"] == OK and entry["missing"]:
         says += f"; {len(entry['missing'])} left out"
     return f"{name:<13} {entry['status']:<8} {entry['seconds']:6.1f} s  {says}"
-
-
-# ---------------------------------------------------------------------------------------- files
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -156,4 +148,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    return finite(value) if isinstance(value, float) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

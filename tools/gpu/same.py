@@ -1,137 +1,26 @@
-"""The parts of tools/gpu/check.py that ask whether results are the same: as on the CPU, of each
-drafter, alone and in lanes."""
+"""The parts of tools/gpu/check.py that ask whether results are the same: of each drafter, as the
+small target's, alone and in lanes."""
 
 import dataclasses
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import spec_runtime
-from spec_runtime import Engine
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.target import NEAR_TIE
 from spec_runtime.measure import audit
-from spec_runtime.trace.record import record
-from spec_runtime.trees.tree import TokenTree
-from tools.gpu import graphs
-from tools.gpu.graphs import BACKEND_FOR
-from tools.gpu.job import Check, contenders, label, open_engine
-from tools.gpu.report import Findings, LeftOut, TableRow, finite
+from tools.gpu.job import SMALL_LOGITS, Check, contenders, label
+from tools.gpu.report import Findings, LeftOut, TableRow
 
-# By precision, how far a row of logits may differ, as the largest |difference| over its range, and
-# how far the probability of a guess. At fp32 the bounds are for the worst, so that TF32 products
-# would show; elsewhere for the mean, because outliers spoil any rounding.
-TOLERANCES = {
-    "fp32": (1e-4, 1e-3),
-    "fp16": (0.01, 0.02),
-    "bf16": (0.05, 0.1),
-    "int8": (0.1, 0.15),
-    "int4": (0.1, 0.15),
-}
-LEAST_SAME = 0.8  # of the CPU's guesses, that the device makes too: rounding swaps the last ones
+# By precision, how far a row of logits may be on the mean from the small target's, as the largest
+# |difference| over its range.
+TOLERANCES = {"fp32": 1e-4, "fp16": 0.01, "bf16": 0.05, "int8": 0.1, "int4": 0.1}
 
 # How texts are decoded to be compared: greedy, and drawn with a seed.
 DECODINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seed 1": {"temperature": 0.8, "seed": 1}}
-
-# --------------------------------------------------------------------------------------- parity
-
-
-def parity(check: Check, found: Findings) -> None:
-    """Decodes the same prompts on the device and on ONNX Runtime's CPU provider, and compares the
-    target's logits and the probabilities of what each drafter guesses."""
-    for opened in check.opened:
-        cpu = found.attempt(f"{label(opened)} on the CPU", open_engine, opened, BACKEND_FOR["cpu"])
-        for name in () if cpu is None else ("none", *contenders(opened)):
-            what = f"{label(opened)}, {name}"
-            row = found.attempt(what, _compare, check, opened, name, cpu)
-            if row is not None:
-                found.add({"bundle": label(opened), "drafter": name, **row})
-                if row["verdict"] != "ok":
-                    found.fail_number(f"{what}: {row['verdict']}")
-    rows = found.tables.get("measured", [])
-    right = sum(row["verdict"] == "ok" for row in rows)
-    found.figure = f"{right} of {len(rows)} ways to decode compute what the CPU computes"
-    if check.device == "cuda":
-        taken = sum(row["CUDA graphs"] == "yes" for row in rows)
-        found.figure += f", {taken} with CUDA graphs"
-    found.note = (
-        "|Δ| of a row over its range, and of the probability of a guess; judged is the worst at "
-        "fp32, the mean elsewhere. A session without CUDA graphs runs all the same; the reason is "
-        "ONNX Runtime's."
-    )
-
-
-def _compare(check: Check, opened: bundles.Bundle, name: str, cpu: Engine) -> TableRow:
-    with warnings_of("spec_runtime") as warnings:
-        engine = check.engine(opened, name)
-    both = engine, cpu.with_drafter(name)
-    errors: dict[str, list[float]] = {"logits": [], "guesses": []}
-    num_same = num_guesses = 0
-    for prompt in check.prompts[: check.sizes.num_audited]:
-        ids = engine.encode(prompt.content)
-        options: Any = {"max_new_tokens": check.sizes.audited_tokens, "reuse": False}
-        traces = [record(each, ids, **options) for each in both]
-        text = [*ids, *traces[1].result.token_ids[:-1]]
-        errors["logits"] += graphs.row_errors(*(audit.replay(each.target, text) for each in both))
-        for steps in zip(*(trace.steps for trace in traces), strict=False):
-            got, expected = (guesses(step.tree) for step in steps)
-            common = got.keys() & expected.keys()
-            num_guesses += len(expected)
-            num_same += len(common)
-            errors["guesses"] += [abs(got[path] - expected[path]) for path in common]
-            if steps[0].tokens != steps[1].tokens:
-                break  # the texts part at a near tie
-    if num_same < LEAST_SAME * num_guesses:
-        errors["guesses"].append(1.0)
-    about: TableRow = {}
-    if check.device == "cuda":
-        about = {"CUDA graphs": "no" if warnings else "yes", "reason": "; ".join(warnings) or None}
-    about["same guesses"] = num_same / num_guesses if num_guesses else None
-    return about | _judge_rows(errors, opened.manifest.target.precision)
-
-
-def guesses(tree: TokenTree | None) -> dict[tuple[int, ...], float]:
-    """Returns the probability of each drafted path of a tree, by its tokens."""
-    if tree is None or tree.log_prob_N is None:
-        return {}
-    paths = (tree.token_N[tree.path(node)] for node in range(1, tree.num_nodes))
-    probabilities = np.exp(tree.log_prob_N[1:]).tolist()
-    return {tuple(path.tolist()): p for path, p in zip(paths, probabilities, strict=True)}
-
-
-@contextmanager
-def warnings_of(logger: str) -> Iterator[list[str]]:
-    """Collects what is logged meanwhile as a warning or worse."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(" ".join(record.getMessage().split()))  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger(logger).removeHandler(handler)
-
-
-def _judge_rows(errors: dict[str, list[float]], precision: str) -> TableRow:
-    """Returns a line of the table: the rows' errors by kind with their bounds, and the verdict."""
-    row: TableRow = {"rows": max(map(len, errors.values()))}
-    verdict = "ok"
-    for (kind, values), bound in zip(errors.items(), TOLERANCES[precision], strict=True):
-        mean, worst = (np.mean(values), np.max(values)) if values else (0.0, 0.0)
-        judged = worst if precision == "fp32" else mean
-        if values:
-            row |= {f"{kind}, mean": finite(mean), f"{kind}, worst": finite(worst)}
-            row[f"{kind}, bound"] = bound
-        if not judged <= bound:  # so that NaN fails
-            verdict = f"{kind} differ by {judged:.3g}, expected {bound:g} at most"
-    return row | {"verdict": verdict}
-
-
-# --------------------------------------------------------------------------------- losslessness
 
 
 def losslessness(check: Check, found: Findings) -> None:
@@ -146,6 +35,12 @@ def losslessness(check: Check, found: Findings) -> None:
                     _judge(found, what, row)
                     about = {"bundle": label(opened), "drafter": name, "decoding": decoding}
                     found.add({**about, **row})
+        if check.kept:
+            what = f"{label(opened)}, against the small target"
+            row = found.attempt(what, _own, check, opened, found)
+            if row is not None:
+                _judge(found, what, row)
+                found.add({"bundle": label(opened), "drafter": "none", "decoding": "small", **row})
     texts = found.tables.get("measured", [])
     right = sum(not row["real"] for row in texts)
     tokens = sum(row["tokens"] for row in texts)
@@ -176,6 +71,37 @@ def _audit(check: Check, opened: bundles.Bundle, name: str, options: Any) -> Tab
     return row | {"first divergence": _first(figures["divergences"])}
 
 
+def _own(check: Check, opened: bundles.Bundle, found: Findings) -> TableRow:
+    """Compares plain decoding, and the logits behind the prompts, with the small target's."""
+    kept, engine = check.kept, check.engine(opened, "none")
+    bound = TOLERANCES[opened.manifest.target.precision]  # other shapes round otherwise
+    partings: list[TableRow] = []
+    for i, (ids, answer) in enumerate(zip(kept["texts"], kept["answers"], strict=True), 1):
+        got = engine.generate(ids, max_new_tokens=len(answer), reuse=False).token_ids
+        partings += _parting(check, opened, i, ids, got, answer, bound)
+    small_PV = np.load(check.work / SMALL_LOGITS)
+    got_PV = np.stack([audit.replay(engine.target, ids) for ids in kept["texts"]])
+    error = float(np.mean(row_errors(got_PV[:, : small_PV.shape[1]], small_PV)))
+    if not error <= bound:  # so that NaN fails
+        found.fail_number(f"{label(opened)}: logits differ by {error:.3g}, expected {bound:g}")
+    return {
+        "prompts": len(answers := kept["answers"]),
+        "tokens": sum(map(len, answers)),
+        "identical": 1 - len(partings) / len(answers),
+        "logits differ": error,
+        "real": sum(parting["class"] == "real" for parting in partings),
+        "first divergence": _first(partings),
+    }
+
+
+def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
+    """Returns the largest |Δ| of each row over the row's range, or over 1 if the range is less."""
+    got, expected = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (got, expected))
+    spread = np.maximum(np.ptp(expected, axis=1), 1.0)
+    errors: list[float] = (np.abs(got - expected).max(axis=1) / spread).tolist()
+    return errors
+
+
 def _parting(
     check: Check,
     opened: bundles.Bundle,
@@ -183,20 +109,24 @@ def _parting(
     prompt_ids: list[int],
     one: list[int],
     other: list[int],
+    rounded: float = 0.0,
 ) -> list[TableRow]:
     """Returns where two texts part and why, as a list of one, or an empty list if they are equal.
 
-    Where no audit has measured the rounding of a reduced precision, all counts as rounding.
+    A gap of up to `rounded` of the row's range counts as rounding. Where no audit has measured the
+    rounding of a reduced precision, all does.
     """
     target = check.engine(opened, "none").target
+    if not all(0 <= token < target.vocab_size for token in (*one, *other)):
+        return [{"prompt": prompt, "position": 0, "gap": np.inf, "class": "real"}]
     divergence = audit.compare(prompt, prompt_ids, one, other, target)
     if divergence is None:
         return []
-    spread = np.ptp(audit.replay(target, [*prompt_ids, *one[: divergence.position]]))
-    limit = check.limits.get(str(opened.path), 0.0)
+    spread = float(np.ptp(audit.replay(target, [*prompt_ids, *one[: divergence.position]])))
+    limit = max(check.limits.get(str(opened.path), 0.0), rounded * spread)
     if limit == 0 and opened.manifest.target.precision != "fp32":
         limit = np.inf
-    kind = audit.classify(divergence.gap, NEAR_TIE * float(spread), limit)
+    kind = audit.classify(divergence.gap, NEAR_TIE * spread, limit)
     return [{**dataclasses.asdict(divergence), "class": kind}]
 
 
@@ -207,12 +137,10 @@ def _first(divergences: Sequence[TableRow]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------- lanes
-
-
 def lanes(check: Check, found: Findings) -> None:
     """Compares texts of several prompts that share passes with those that each gets by itself."""
     for opened in check.opened:
+        check.close()
         for name in ("none", *contenders(opened)):
             for decoding, options in DECODINGS.items():
                 what = f"{label(opened)}, {name}, {decoding}"
@@ -221,7 +149,6 @@ def lanes(check: Check, found: Findings) -> None:
                     _judge(found, f"{what}, together against alone", row)
                     about = {"bundle": label(opened), "drafter": name, "decoding": decoding}
                     found.add({**about, **row})
-        check.close()
     ratios = [row["together / alone"] for row in found.tables.get("measured", [])]
     if ratios:
         found.figure = f"together / alone {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"

@@ -361,7 +361,7 @@ def transformers(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> di
         theirs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         if mine != theirs:
             raise UserError(f"prompt {prompt.id}: the bundle encodes it otherwise")
-    expected = [_generated(model, each, args.max_new_tokens) for each in ids]
+    expected = [generated(model, each, args.max_new_tokens) for each in ids]
     cases = {name: Case(engine.with_drafter(name)) for name in names}
     runs, found = turns.run(cases, ids, args.max_new_tokens), {}
     for name in names:
@@ -374,17 +374,14 @@ def transformers(args: argparse.Namespace, prompts: Sequence[BenchPrompt]) -> di
     return {"tokens": sum(map(len, expected)), "drafters": found}
 
 
-def _generated(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
+def generated(model: Any, ids: list[int], max_new_tokens: int, **options: Any) -> list[int]:
     """Returns the new tokens of transformers' greedy `generate`."""
     import torch
 
-    ids_BT = torch.tensor([ids])
-    mask_BT = torch.ones_like(ids_BT)
+    ids_BT = torch.tensor([ids], device=model.device)
+    options |= {"attention_mask": torch.ones_like(ids_BT), "max_new_tokens": max_new_tokens}
     with torch.inference_mode():
-        out_BT = model.generate(
-            ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=max_new_tokens
-        )
-    return out_BT[0, len(ids) :].tolist()
+        return model.generate(ids_BT, do_sample=False, **options)[0, len(ids) :].tolist()
 
 
 def _parted(

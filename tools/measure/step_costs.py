@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,17 @@ def holding(target: Target, context: int) -> Iterator[None]:
 def pass_ms(target: Target, nodes: int, runs: int) -> float:
     """Returns the median time of a pass over this many nodes, none of which is committed."""
     tree = TokenTree.chain(list(range(nodes)))
+    return 1000 * median_s(lambda: target.verify(tree), runs)
+
+
+def median_s(run: Callable[[], object], runs: int) -> float:
+    """Returns the median time of a run in seconds, after three to warm up."""
     seconds = []
-    for _ in range(2 + runs):  # two to warm up
+    for _ in range(3 + runs):
         begin = time.perf_counter()
-        target.verify(tree)
+        run()
         seconds.append(time.perf_counter() - begin)
-    return 1000 * statistics.median(seconds[2:])
+    return statistics.median(seconds[3:])
 
 
 def profiled(
