@@ -105,9 +105,11 @@ FUNCTION void untangle(VI a[4]) {
 
 #include "attention.h"
 
+#include "before.h"
+
 #ifdef AVX_VNNI
-const Instructions avx_vnni = {"avx-vnni", layout, quantise, multiply, measure, attend};
+const Instructions avx_vnni = {"avx-vnni", layout, prepare, quantise, multiply, measure, attend};
 #else
-const Instructions avx2 = {"avx2", layout, quantise, multiply, measure, attend};
+const Instructions avx2 = {"avx2", layout, prepare, quantise, multiply, measure, attend};
 #endif
 #endif

@@ -84,5 +84,7 @@ FUNCTION void untangle(VI a[4]) {
 
 #include "attention.h"
 
-const Instructions avx512_vnni = {"avx512-vnni", layout, quantise, multiply, measure, attend};
+#include "before.h"
+
+const Instructions avx512_vnni = {"avx512-vnni", layout, prepare, quantise, multiply, measure, attend};
 #endif
