@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_an_error(instructions: str) -> None:
         (heads | {"positions": np.array([1])}, "elements of an input: 1, expected 2"),
     ):
         arrays = {n: each for n, each in given.items() if not isinstance(each, int | float | str)}
-        attributes = {"outputs": "y,k,v,sum"} | {n: given[n] for n in given.keys() - arrays}
+        attributes: Any = {"outputs": "y,k,v,sum"} | {n: given[n] for n in given.keys() - arrays}
         with pytest.raises(Exception, match=said):
             run(floats.session(1, arrays, **attributes), np.ones((2, 64), np.float32))
 
