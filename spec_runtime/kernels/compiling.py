@@ -66,4 +66,4 @@ def required() -> list[str]:
     machines = {"linux": ("x86_64", "aarch64"), "darwin": ("x86_64", "arm64")}
     is_served = platform.machine() in machines.get(sys.platform, ())
     is_served = is_served and os.environ.get(WANTED) != OFF
-    return ["ziglang>=0.14"] if is_served and not any(map(shutil.which, COMPILERS)) else []
+    return ["ziglang>=0.17"] if is_served and not any(map(shutil.which, COMPILERS)) else []

@@ -1,5 +1,6 @@
 """Puts native operators into a graph: FewRows in place of the nodes of each product with weights,
-and TreeAttention in place of each GroupQueryAttention.
+and TreeAttention in place of each GroupQueryAttention. Norms, gates and rotations beside a product
+become its node's too: each node costs a pass microseconds, in which waiting threads fall asleep.
 
 The runtime has no onnx package: this edits the file's messages. Weights stay where they lie, in the
 files beside the graph's, and FewRows reads them as they are.
@@ -20,10 +21,12 @@ _MODEL_GRAPH, _MODEL_OPSETS, _OPSET_DOMAIN, _OPSET_VERSION = 7, 8, 1, 2
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_OUTPUT, _OUTPUT_NAME = 1, 5, 12, 1
 _INPUT, _OUTPUT, _NAME, _OPERATOR, _ATTRIBUTE, _DOMAIN = 1, 2, 3, 4, 5, 7
 _ATTRIBUTE_NAME, _ATTRIBUTE_INT, _ATTRIBUTE_TYPE, _IS_INT = 1, 3, 20, 2
+_LAST = 2**64 - 1  # the axis -1
 _ZERO = b"\x15\0\0\0\0\xa0\1\1"  # the number of an attribute that is a float, and its type
 _TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_RAW, _FLOAT = 1, 2, 8, 9, 1
 # What a row is quantised with: QuantizeLinear's scale and zero point, and the product's scale.
 _STEP, _MIDDLE, _ONE = struct.pack("<f", 1 / 127), b"\x80", struct.pack("<f", 1)
+_NUM_INPUTS = 6  # of FewRows, before those of a norm and of a rotation
 _Makers = Mapping[str, "_Node"]  # by the names of their outputs
 
 # Products and attention whose results for a row depend on the other rows of a pass, or on slots.
@@ -125,7 +128,75 @@ class _Graph:
             made.get(node.outputs[0], node) for node in self._nodes if node.outputs[0] not in taken
         ]
         self._remove_unread()  # also a MatMulNBits that was replaced before the Add of its minima
+        self._join_neighbours()
         return bool(made)
+
+    def _join_neighbours(self) -> None:
+        """Has each FewRows compute what stands before and after it, where it can."""
+        makers = {name: node for node in self._nodes for name in node.outputs if name}
+        readers: dict[str, list[_Node | None]] = {name: [None] for name in self._outputs}
+        for node in self._nodes:
+            for name in node.inputs:
+                readers.setdefault(name, []).append(node)
+        joined, gone = [], set()
+        for node in self._nodes:
+            if node.operator != f"{DOMAIN}.FewRows":
+                joined.append(node)
+                continue
+            x, *inputs = [*node.inputs, *[""] * _NUM_INPUTS][:_NUM_INPUTS]
+            outputs, attributes = [node.outputs[0], "", "", ""], node.attributes.copy()
+            before = makers.get(x)
+            if before and readers[x] == [node] and self._is_norm(before):
+                x, *added, norm = before.inputs
+                inputs += [norm, *(added or [""])]
+                outputs[3:] = before.outputs[3:]
+                attributes["epsilon"] = before.attributes["epsilon"]
+                gone.add(id(before))
+            else:
+                gates = before and _gates(before, makers)
+                x, inputs = gates or x, [*inputs, "", ""]
+                attributes |= _integers(gated=int(bool(gates)))
+            if after := self._rotation(outputs[0], makers, readers):
+                split, rotary, cut = after
+                inputs += rotary.inputs[1:]
+                outputs[:3] = [*cut.outputs, split.outputs[1]]
+                queries, keys = struct.unpack("<2q", self._constants[cut.inputs[1]])
+                heads = rotary.integers["num_heads"]
+                attributes |= _integers(heads=heads, queries=queries, keys=keys)
+                gone.update(map(id, after))
+            joined.append(_native("FewRows", [x, *inputs], outputs, attributes))
+        self._nodes = [node for node in joined if id(node) not in gone]
+        self._remove_unread()
+
+    def _is_norm(self, node: _Node) -> bool:
+        """Returns whether `node` is an RMS norm of rows, or of their sums with others."""
+        if node.operator == "RMSNormalization":
+            is_plain = node.integers.get("axis") == _LAST and len(node.inputs) == 2
+        else:
+            is_plain = node.operator == "com.microsoft.SkipSimplifiedLayerNormalization"
+            is_plain = is_plain and len(node.inputs) == 3 and not any(node.outputs[1:3])
+        has_weight = len(self._shapes.get(node.inputs[-1], ())) == 1 if is_plain else False
+        return has_weight and "epsilon" in node.attributes
+
+    def _rotation(
+        self, name: str, makers: _Makers, readers: Mapping[str, list[_Node | None]]
+    ) -> list[_Node] | None:
+        """Returns the three nodes that part queries and keys from values, rotate them, and part
+        them, if nobody else reads the product `name`."""
+        found: list[_Node] = []
+        for operator in ("Split", "RotaryEmbedding", "Split"):
+            node, *others = readers.get(name, [None])
+            if node is None or others or node.operator != operator or node.inputs[0] != name:
+                return None
+            found.append(node)
+            name = node.outputs[0]
+        split, rotary, cut = found
+        is_plain = len(rotary.inputs) == 4 and not rotary.integers.get("interleaved")
+        for each in (split, cut):
+            is_plain &= each.integers.get("axis") == _LAST and len(each.outputs) == 2
+        sizes = self._constants.get(cut.inputs[1], b"") if is_plain else b""
+        is_plain = len(sizes) == struct.calcsize("<2q") and not makers.keys() & rotary.inputs[1:]
+        return found if is_plain else None
 
     def _int8(self, node: _Node, makers: _Makers, uses: Mapping[str, int]) -> _Node | None:
         """Returns FewRows if `node` is the last of a row-wise int8 product, see quantize._Int8."""
@@ -199,17 +270,12 @@ class _Graph:
             pasts, rows, slots = zip(*(write for write in writes if write), strict=True)
             inputs = [query, *pasts, bias, sinks, *rows, slots[0]]
             outputs += [keys, values]
-        attributes = [node.attributes["num_heads"], scale, softcap]
+        attributes = {"num_heads": node.attributes["num_heads"], "scale": scale, "softcap": softcap}
         return _native("TreeAttention", inputs, outputs, attributes)
 
     def _few_rows(self, inputs: list[str], output: str, **attributes: int) -> _Node:
-        messages = [
-            _message(_ATTRIBUTE_NAME, name.encode())
-            + _number(_ATTRIBUTE_INT, value)
-            + _number(_ATTRIBUTE_TYPE, _IS_INT)
-            for name, value in (*attributes.items(), ("threads", self._threads))
-        ]
-        return _native("FewRows", inputs, [output], messages)
+        numbers = _integers(**attributes, gated=0, heads=0, threads=self._threads)
+        return _native("FewRows", inputs, [output], numbers)
 
     def _remove_unread(self) -> None:
         """Removes nodes whose outputs nobody reads, from the end on."""
@@ -247,16 +313,41 @@ def _write(cache: str, makers: _Makers) -> tuple[str, str, str] | None:
     return past, cut.inputs[0] if cut and cut.operator == "Reshape" else rows, place.inputs[0]
 
 
-def _native(operator: str, inputs: list[str], outputs: list[str], attributes: list[bytes]) -> _Node:
+def _gates(node: _Node, makers: _Makers) -> str | None:
+    """Returns the rows of gates and values of which `node` makes SiLU(gate) * value, if it does."""
+    silu = _maker(node, 0, "Mul", "Mul", makers)
+    sigmoid = silu and _maker(silu, 1, None, "Sigmoid", makers)
+    split = sigmoid and _maker(sigmoid, 0, None, "Split", makers)
+    if not (silu and sigmoid and split) or split.integers.get("axis") != _LAST:
+        return None
+    read = [silu.inputs[0], node.inputs[1]]
+    is_plain = split.outputs == read == [*sigmoid.inputs, read[1]] and len(split.inputs) == 1
+    return split.inputs[0] if is_plain else None
+
+
+def _integers(**values: int) -> dict[str, bytes]:
+    """Returns the messages of attributes that are whole numbers."""
+    return {
+        name: _message(_ATTRIBUTE_NAME, name.encode())
+        + _number(_ATTRIBUTE_INT, value)
+        + _number(_ATTRIBUTE_TYPE, _IS_INT)
+        for name, value in values.items()
+    }
+
+
+def _native(
+    operator: str, inputs: list[str], outputs: list[str], attributes: Mapping[str, bytes]
+) -> _Node:
     parts = [_message(_INPUT, name.encode()) for name in inputs]
     parts += [_message(_OUTPUT, name.encode()) for name in outputs]
     parts += [
         _message(_NAME, f"{operator}.{outputs[0]}".encode()),
         _message(_OPERATOR, operator.encode()),
         _message(_DOMAIN, DOMAIN.encode()),
-        *(_message(_ATTRIBUTE, attribute) for attribute in attributes),
+        *(_message(_ATTRIBUTE, attribute) for attribute in attributes.values()),
     ]
-    return _Node(b"".join(parts), f"{DOMAIN}.{operator}", inputs, outputs)
+    name = f"{DOMAIN}.{operator}"
+    return _Node(b"".join(parts), name, inputs, outputs, attributes=dict(attributes))
 
 
 def _node(message: bytes) -> _Node:

@@ -86,19 +86,27 @@ class Product:
             self.inputs = {"weight": pairs, "scale": self.scale, "zero": zeros}
         self.q_NK = np.stack((pairs & 15, pairs >> 4), -1).reshape(N, K).astype(np.int64)
 
-    def session(self, threads: int = 1, changed: dict[str, Any] | None = None) -> Any:
+    def session(
+        self,
+        threads: int = 1,
+        changed: dict[str, Any] | None = None,
+        outputs: str = "y",
+        **attributes: Any,
+    ) -> Any:
         """Returns a session of this product, with inputs that were changed, or left out."""
         arrays: dict[str, Any] = dict.fromkeys(("weight", "scale", "zero", "minimum", "bias"))
+        arrays |= dict.fromkeys(("norm", "added", "cos", "sin", "positions"))
         arrays |= self.inputs | (changed or {})
         present = {name: array for name, array in arrays.items() if array is not None}
         node = helper.make_node(
             "FewRows",
             ["x", *(name if name in present else "" for name in arrays)],
-            ["y"],
+            outputs.split(","),
             domain=DOMAIN,
             bits=self.bits,
             turned=int(self.form == "turned"),
             threads=threads,
+            **{"gated": 0, "heads": 0} | attributes,
         )
         return open_session([node], present, threads)
 
@@ -190,9 +198,11 @@ def test_the_largest_values_do_not_saturate(instructions: str, form: str) -> Non
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_the_same_alone_and_beside_others(instructions: str, form: str) -> None:
     draw = np.random.default_rng(len(form))
-    for seed in range(4):
-        K, N = 32 * int(draw.integers(1, 40)), int(draw.integers(1, 200))
-        product = Product(form, K, N, 32, seed)
+    for seed in range(6):
+        block = 32 << seed % 2
+        K, N = block * int(draw.integers(1, 40)), int(draw.integers(1, 200))
+        N += -N % 16 * (seed > 1)  # one row by itself then has a loop of its own
+        product = Product(form, K, N, block, seed)
         alone, threads = product.session(1), product.session(3)
         x = rows(40, K, seed)
         expected = np.concatenate([run(alone, x[i : i + 1]) for i in range(40)])
@@ -257,6 +267,32 @@ def test_what_does_not_fit_is_an_error(instructions: str) -> None:
             floats.session(1, {name: wrong_float})
     with pytest.raises(Exception, match="threads 0, expected 1"):
         floats.session(0)
+    norm: dict[str, Any] = {"norm": np.ones(64, np.float32), "epsilon": 1e-5}
+    heads: dict[str, Any] = {"heads": 3, "queries": 4, "keys": 2, "positions": np.array([0, 4])}
+    heads |= dict.fromkeys(("cos", "sin"), np.ones((5, 1), np.float32))
+    for given, said in (
+        (heads | {"outputs": "y,k"}, "no output of number 2"),
+        (norm | {"added": np.ones((2, 64), np.float32), "outputs": "y"}, "no output of number 3"),
+        (heads | {"sin": None}, "no input of number 9"),
+        ({"norm": np.ones(63, np.float32)}, "elements of an input: 63, expected 64"),
+        ({"added": np.ones((2, 64), np.float32)}, "norms: 0, expected 1"),
+        (norm | {"gated": 1}, "norms: 1, expected 0"),
+        (norm | {"added": np.ones(64, np.float32)}, "elements of an input: 64, expected 128"),
+        ({"gated": 1}, "values a row 64, expected 128"),
+        (heads | {"queries": 9}, "columns of queries and keys 11, expected 8"),
+        (heads | {"queries": 2**63 - 1}, "columns of queries and keys"),
+        (heads | {"heads": 4}, "heads 4, expected 6"),
+        (heads | {"cos": np.ones((5, 2), np.float32)}, "columns that are rotated 4, expected 2"),
+        (heads | {"cos": np.ones(5, np.float32)}, "dimensions 1, expected 2"),
+        (heads | {"sin": np.ones((4, 1), np.float32)}, "elements of an input: 4, expected 5"),
+        (heads | {"positions": np.array([0, 5])}, "a position 5, expected 4"),
+        (heads | {"positions": np.array([-1, 0])}, "a position -1, expected 4"),
+        (heads | {"positions": np.array([1])}, "elements of an input: 1, expected 2"),
+    ):
+        arrays = {n: each for n, each in given.items() if not isinstance(each, int | float | str)}
+        attributes: Any = {"outputs": "y,k,v,sum"} | {n: given[n] for n in given.keys() - arrays}
+        with pytest.raises(Exception, match=said):
+            run(floats.session(1, arrays, **attributes), np.ones((2, 64), np.float32))
 
 
 def test_an_instruction_set_that_is_not_here_is_an_error(
@@ -321,6 +357,80 @@ def test_a_graph_computes_the_same_with_the_operator(
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     else:  # ONNX Runtime quantises rows in blocks of the weights' size, and rounds otherwise
         assert np.abs(y - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def _layer(precision: str) -> Any:
+    """Returns a graph of a layer's products and what stands beside them, as exports write it."""
+    import onnx_ir as ir
+
+    from spec_export.graphs.quantize import quantize
+
+    draw = np.random.default_rng(4)
+    sizes = {"A": (64, 128), "B": (64, 320), "C": (160, 64), "cos": (20, 8), "sin": (20, 8)}
+    arrays = {name: draw.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    arrays |= {"gamma": draw.random(64, np.float32) + np.float32(0.5)}
+    arrays |= {"two": np.array([96, 32]), "parts": np.array([64, 32])}
+    make, microsoft = helper.make_node, "com.microsoft"
+    names = ["normed", "", "", "sum"]
+    norm = "SkipSimplifiedLayerNormalization"
+    nodes = [
+        make(norm, ["x", "added", "gamma"], names, domain=microsoft, epsilon=1e-5),
+        make("MatMul", ["normed", "A"], ["qkv"]),
+        make("Split", ["qkv", "two"], ["qk", "v"], axis=-1),
+        make("RotaryEmbedding", ["qk", "cos", "sin", "positions"], ["turned"], num_heads=6),
+        make("Split", ["turned", "parts"], ["q", "k"], axis=-1),
+        make("RMSNormalization", ["sum", "gamma"], ["again"], axis=-1, epsilon=1e-5),
+        make("MatMul", ["again", "B"], ["both"]),
+        make("Split", ["both"], ["gate", "up"], axis=-1, num_outputs=2),
+        make("Sigmoid", ["gate"], ["sigmoid"]),
+        make("Mul", ["gate", "sigmoid"], ["silu"]),
+        make("Mul", ["silu", "up"], ["gated"]),
+        make("MatMul", ["gated", "C"], ["y"]),
+    ]
+    given, made = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, "N", size]) for name in names]
+        for size, names in ((64, ("x", "added")), (None, ("q", "k", "v", "y", "sum")))
+    )
+    given.append(helper.make_tensor_value_info("positions", TensorProto.INT64, [1, "N"]))
+    weights = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "g", given, made, weights)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(microsoft, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    if precision == "fp32":
+        return model
+    return ir.serde.serialize_model(quantize(ir.serde.deserialize_model(model), precision))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_norms_gates_and_rotations_become_products(
+    instructions: str, tmp_path: Path, precision: str
+) -> None:
+    path, N = tmp_path / "graph.onnx", 9
+    onnx.save(_layer(precision), path)
+    model = with_operators(path, 2)
+    assert model is not None
+    nodes = onnx.load_from_string(model.data).graph.node
+    assert [node.op_type for node in nodes] == ["FewRows"] * 3
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    options.register_custom_ops_library(str(kernels.library()))
+    plain = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    native = ort.InferenceSession(model.data, options, ["CPUExecutionProvider"])
+    fed = {name: rows(N, 64, seed)[None] for seed, name in enumerate(("x", "added"))}
+    fed["positions"] = np.arange(N)[None] * 2
+    expected, got = plain.run(None, fed), native.run(None, fed)
+    for right, given in zip(expected, got, strict=True):
+        near = 1e-5 if precision == "fp32" else 0.03
+        np.testing.assert_allclose(given, right, rtol=0, atol=near * np.abs(right).max())
+    for some in (slice(0, 1), slice(3, 8)):  # bit for bit, whatever rows are beside a row
+        few = native.run(None, {name: array[:, some] for name, array in fed.items()})
+        for part, whole in zip(few, got, strict=True):
+            np.testing.assert_array_equal(part, whole[:, some])
+    fed["x"][0, 2, 5] = np.nan
+    odd = native.run(None, fed)
+    assert all(np.isnan(each[0, 2]).any() for each in odd)
+    for each, right in zip(odd, got, strict=True):
+        np.testing.assert_array_equal(np.delete(each, 2, 1), np.delete(right, 2, 1))
 
 
 def test_a_session_has_the_operator_where_it_is_asked_for(

@@ -100,14 +100,28 @@ FUNCTION void untangle(VI a[4]) {
   a[0] = low0, a[1] = low1, a[2] = high0, a[3] = high1;
 }
 
+// Adds four neighbours of each of 8 vectors: sum c of vector i is that of half i of vector c.
+FUNCTION void add_fours(const VI parts[8], VI sums[2]) {
+  VI half[2];
+  for (int q = 0; q < 2; q++) {
+    const VI *a = parts + 4 * q;
+    half[q] = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+  }
+  sums[0] = _mm256_permute2x128_si256(half[0], half[1], 0x20);
+  sums[1] = _mm256_permute2x128_si256(half[0], half[1], 0x31);
+}
+
+#define HAS_FOURS
 #define FLOAT_ROWS 4
 #include "loops.h"
 
 #include "attention.h"
 
+#include "before.h"
+
 #ifdef AVX_VNNI
-const Instructions avx_vnni = {"avx-vnni", layout, quantise, multiply, measure, attend};
+const Instructions avx_vnni = {"avx-vnni", layout, prepare, quantise, multiply, measure, attend};
 #else
-const Instructions avx2 = {"avx2", layout, quantise, multiply, measure, attend};
+const Instructions avx2 = {"avx2", layout, prepare, quantise, multiply, measure, attend};
 #endif
 #endif

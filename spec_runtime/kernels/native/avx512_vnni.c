@@ -79,10 +79,27 @@ FUNCTION void untangle(VI a[4]) {
   a[3] = _mm512_shuffle_i32x4(odd0, odd1, 0xDD);
 }
 
+// Adds four neighbours of each of 16 vectors: sum c of vector i is that of part i of vector c.
+FUNCTION void add_fours(const VI parts[16], VI sums[4]) {
+  for (int q = 0; q < 4; q++) {
+    VI pair[2];
+    for (int j = 0; j < 2; j++) {
+      VI a = parts[4 * q + 2 * j], b = parts[4 * q + 2 * j + 1];
+      pair[j] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    sums[q] = _mm512_add_epi32(_mm512_unpacklo_epi64(pair[0], pair[1]),
+                               _mm512_unpackhi_epi64(pair[0], pair[1]));
+  }
+  untangle(sums);
+}
+
+#define HAS_FOURS
 #define FLOAT_ROWS 8
 #include "loops.h"
 
 #include "attention.h"
 
-const Instructions avx512_vnni = {"avx512-vnni", layout, quantise, multiply, measure, attend};
+#include "before.h"
+
+const Instructions avx512_vnni = {"avx512-vnni", layout, prepare, quantise, multiply, measure, attend};
 #endif

@@ -1,11 +1,14 @@
 // The operator FewRows: a product of float rows with int4 or int8 weights, for which the rows are
 // quantised inside, or with float weights.
 //
-// Inputs: x f32[..., K]; weight; scale; zero points, minima and bias, each of which may be missing
-// (see few_rows.h for their forms). All but x are initializers, which are read where they lie.
+// Inputs: x f32[..., K]; weight; scale; zero points, minima, bias and the weights of an RMS norm of
+// x, each of which may be missing (see few_rows.h for their forms); what is added to x before the
+// norm; cos f32[P, d], sin and positions i64[rows]. Initializers are read where they lie.
 // Attribute `bits`: 4 or 8, 0 for weights s8[K, N] with a scale a column, or 32 for float weights,
-// which have no scale, and are f32[N, K] if `turned` is 1; `threads`: how many the session has.
-// Output: f32[..., N].
+// which have no scale, and are f32[N, K] if `turned` is 1; `threads`: how many the session has;
+// `epsilon` of a norm; `gated`: x is f32[..., 2 * K], of gates and values; `heads` of queries and
+// keys, whose first 2 * d columns are rotated, and `queries` and `keys`, the columns of all.
+// Outputs: f32[..., N], or with heads its queries, keys and values; x and what is added to it.
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,25 +17,34 @@
 enum { ROWS_TO_READ = 16, FEW_PRODUCTS = 100000, FEW_VALUES = 30000 };
 // An int32 holds sums of so many products of 128 * 127.
 enum { MOST_VALUES = 130000 };
-enum { X, WEIGHT, SCALE, ZERO, MINIMUM, BIAS, NUM_INPUTS };
+enum { X, WEIGHT, SCALE, ZERO, MINIMUM, BIAS, NORM, ADDED, COS, SIN, POSITIONS, NUM_INPUTS };
+enum { PARTS = 3, SUM = PARTS, NUM_OUTPUTS };
 
 typedef struct {
   OrtApi api;
   const Instructions *instructions;
   Product product;
   Record record;
+  int has_added;
+  int64_t heads, parts[PARTS];  // columns of the outputs, if there are heads
 } Kernel;
+
+static OrtStatus *find_input(OrtApi api, const OrtKernelInfo *info, size_t index, int *is_there) {
+  size_t inputs, length = 1;
+  TRY(ORT(api, KernelInfoGetInputCount)(info, &inputs));
+  if (index < inputs) TRY(ORT(api, KernelInfoGetInputName)(info, index, 0, &length));
+  *is_there = length > 1;  // or its name is empty
+  return 0;
+}
 
 // Leaves an initializer's memory in `data`, null if it may be missing and is.
 static OrtStatus *initializer(OrtApi api, const OrtKernelInfo *info, size_t index, int wanted,
                               int64_t *sizes, size_t *count, const void **data) {
-  size_t inputs, length = 1;
-  int is_constant = 0, type;
+  int is_constant = 0, is_there, type;
   const OrtValue *value = 0;
   *data = 0;
-  TRY(ORT(api, KernelInfoGetInputCount)(info, &inputs));
-  if (index < inputs) TRY(ORT(api, KernelInfoGetInputName)(info, index, 0, &length));
-  if (length <= 1 && index > WEIGHT) return 0;  // its name is empty
+  TRY(find_input(api, info, index, &is_there));
+  if (!is_there && index > WEIGHT) return 0;
   TRY(ORT(api, KernelInfoGetConstantInput)(info, index, &is_constant, &value));
   if (!is_constant || !value)
     return ORT(api, CreateStatus)(ORT_INVALID_ARGUMENT,
@@ -89,6 +101,27 @@ static OrtStatus *read_product(OrtApi api, const OrtKernelInfo *info, Product *p
   return 0;
 }
 
+// Reads what stands before and after the product.
+static OrtStatus *read_neighbours(OrtApi api, const OrtKernelInfo *info, Kernel *k) {
+  Product *p = &k->product;
+  int64_t gated;
+  TRY(ORT(api, KernelInfoGetAttributeInt)(info, "gated", &gated));
+  p->is_gated = gated != 0;
+  TRY(elements(api, info, NORM, FLOAT, p->K, (const void **)&p->norm));
+  if (p->norm) TRY(ORT(api, KernelInfoGetAttributeFloat)(info, "epsilon", &p->epsilon));
+  TRY(find_input(api, info, ADDED, &k->has_added));
+  if (p->norm ? p->is_gated : k->has_added) return refuse(api, "norms:", !!p->norm, !p->norm);
+  TRY(ORT(api, KernelInfoGetAttributeInt)(info, "heads", &k->heads));
+  if (!k->heads) return 0;
+  TRY(ORT(api, KernelInfoGetAttributeInt)(info, "queries", &k->parts[0]));
+  TRY(ORT(api, KernelInfoGetAttributeInt)(info, "keys", &k->parts[1]));
+  const int64_t turned = k->parts[0] + k->parts[1];
+  k->parts[2] = p->N - turned;
+  if (k->parts[0] < 0 || k->parts[0] > p->N || k->parts[1] < 0 || k->parts[2] < 0)
+    return refuse(api, "columns of queries and keys", turned, p->N);
+  return k->heads > 0 && turned % k->heads == 0 ? 0 : refuse(api, "heads", k->heads, turned);
+}
+
 static OrtStatus *create_kernel(const OrtCustomOp *op, OrtApi api, const OrtKernelInfo *info,
                                 void **made) {
   (void)op;
@@ -98,6 +131,7 @@ static OrtStatus *create_kernel(const OrtCustomOp *op, OrtApi api, const OrtKern
   kernel->instructions = chosen();
   OrtStatus *status = kernel->instructions ? read_product(api, info, &kernel->product)
       : ORT(api, CreateStatus)(ORT_FAIL, "this CPU has not SPECSPLIT_INSTRUCTIONS");
+  if (!status) status = read_neighbours(api, info, kernel);
   if (status) {
     free(kernel);
     return status;
@@ -109,29 +143,58 @@ static OrtStatus *create_kernel(const OrtCustomOp *op, OrtApi api, const OrtKern
 
 typedef struct {
   const Kernel *kernel;
-  const float *x;
-  float *y;
+  const float *x, *added, *cos, *sin;
+  const int64_t *positions;
+  float *y, *sum, *prepared;  // the latter if something stands before the product
+  float *parts[PARTS];
+  int64_t half;  // of the columns of a head that are rotated
   uint8_t *records;
   int64_t rows;
-  int64_t parts, row_parts;  // tasks: each a part of the columns, and of the rows
+  int64_t column_parts, row_parts;  // tasks: each a part of the columns, and of the rows
   int is_short_of_memory;
 } Call;
 
-static void quantise_row(void *data, size_t row) {
+static void prepare_row(void *data, size_t row) {
   const Call *call = data;
   const Kernel *k = call->kernel;
-  k->instructions->quantise(&k->product, &k->record, call->x + row * k->product.K,
-                            call->records + row * k->record.size);
+  const int64_t K = k->product.K;
+  const float *x = call->x + row * (k->product.is_gated ? 2 * K : K);
+  if (call->prepared) {
+    float *to = call->prepared + row * K;
+    k->instructions->prepare(&k->product, x, call->added ? call->added + row * K : 0,
+                             call->sum ? call->sum + row * K : 0, to);
+    x = to;
+  }
+  if (k->product.bits != 32)
+    k->instructions->quantise(&k->product, &k->record, x, call->records + row * k->record.size);
+}
+
+// Rotates queries and keys of a row, and cuts it.
+static void rotate_row(void *data, size_t row) {
+  const Call *call = data;
+  const Kernel *k = call->kernel;
+  const int64_t wide = (k->parts[0] + k->parts[1]) / k->heads, half = call->half;
+  const float *cos = call->cos + call->positions[row] * half;
+  const float *sin = call->sin + call->positions[row] * half;
+  float *y = call->y + row * k->product.N;
+  for (int64_t h = 0; h < k->heads; h++)
+    for (int64_t i = h * wide; i < h * wide + half; i++) {
+      const float a = y[i], b = y[i + half], c = cos[i - h * wide], s = sin[i - h * wide];
+      y[i] = a * c - b * s, y[i + half] = b * c + a * s;
+    }
+  for (int part = 0; part < PARTS; y += k->parts[part++])
+    memcpy(call->parts[part] + row * k->parts[part], y, k->parts[part] * sizeof *y);
 }
 
 static void multiply_columns(void *data, size_t task) {
   Call *call = data;
   const Kernel *k = call->kernel;
   const int64_t N = k->product.N, step = k->record.columns, tiles = (N + step - 1) / step;
-  const int64_t part = task % call->parts, row_part = task / call->parts;
+  const int64_t part = task % call->column_parts, row_part = task / call->column_parts;
   const int64_t row = call->rows * row_part / call->row_parts;
   const int64_t rows = call->rows * (row_part + 1) / call->row_parts - row;
-  int64_t first = tiles * part / call->parts * step, end = tiles * (part + 1) / call->parts * step;
+  int64_t first = tiles * part / call->column_parts * step,
+          end = tiles * (part + 1) / call->column_parts * step;
   if (end > N) end = N;
   if (!k->instructions->multiply(&k->product, &k->record, call->records + row * k->record.size,
                                  rows, call->y + row * N, first, end))
@@ -144,50 +207,93 @@ static void divide(const Kernel *k, Call *call) {
   const int64_t threads = k->product.threads, step = k->record.columns;
   const int64_t tiles = (k->product.N + step - 1) / step;
   int64_t least = INT64_MAX;
-  call->parts = tiles, call->row_parts = 1;  // of fewer tiles than threads
+  call->column_parts = tiles, call->row_parts = 1;  // of fewer tiles than threads
   for (int64_t parts = 1; parts <= threads; parts++) {
     const int64_t row_parts = threads / parts;
     const int64_t tall = (call->rows + row_parts - 1) / row_parts, wide = (tiles + parts - 1) / parts;
     if (wide * (tall + ROWS_TO_READ) > least || parts > tiles || row_parts > call->rows) continue;
-    least = wide * (tall + ROWS_TO_READ), call->parts = parts, call->row_parts = row_parts;
+    least = wide * (tall + ROWS_TO_READ), call->column_parts = parts, call->row_parts = row_parts;
   }
+}
+
+// Reads a tensor that must have as many elements as `expected`, if that is not -1.
+static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, int wanted,
+                         int64_t expected, int64_t *sizes, size_t *count, const void **data) {
+  const OrtValue *value = 0;
+  int64_t got = 1;
+  int type;
+  TRY(ORT(api, KernelContextGetInput)(context, index, &value));
+  if (!value) return refuse(api, "no input of number", index, index);
+  TRY(shape_of(api, value, &type, sizes, count));
+  for (size_t i = 0; i < *count; i++) got *= sizes[i];
+  if (type != wanted) return refuse(api, "an input of type", type, wanted);
+  if (expected >= 0 && got != expected) return refuse(api, "elements of an input:", got, expected);
+  return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
+}
+
+// Makes an output whose rows have `columns`.
+static OrtStatus *output(OrtApi api, OrtKernelContext *context, size_t index, int64_t *sizes,
+                         size_t count, int64_t columns, float **data) {
+  OrtValue *value = 0;
+  sizes[count - 1] = columns;
+  TRY(ORT(api, KernelContextGetOutput)(context, index, sizes, count, &value));
+  if (!value) return refuse(api, "no output of number", index, index);
+  return ORT(api, GetTensorMutableData)(value, (void **)data);
+}
+
+static OrtStatus *read_positions(OrtApi api, OrtKernelContext *context, Call *call) {
+  const Kernel *k = call->kernel;
+  int64_t sizes[MOST_SIZES];
+  size_t count = 0;
+  TRY(tensor(api, context, COS, FLOAT, -1, sizes, &count, (const void **)&call->cos));
+  if (count != 2) return refuse(api, "dimensions", count, 2);
+  const int64_t positions = sizes[0], wide = (k->parts[0] + k->parts[1]) / k->heads;
+  call->half = sizes[1];
+  if (2 * call->half > wide) return refuse(api, "columns that are rotated", 2 * call->half, wide);
+  TRY(tensor(api, context, SIN, FLOAT, positions * call->half, sizes, &count, (const void **)&call->sin));
+  TRY(tensor(api, context, POSITIONS, INT64, call->rows, sizes, &count, (const void **)&call->positions));
+  for (int64_t row = 0; row < call->rows; row++)
+    if (call->positions[row] < 0 || call->positions[row] >= positions)
+      return refuse(api, "a position", call->positions[row], positions - 1);
+  return 0;
 }
 
 static OrtStatus *compute(void *data, OrtKernelContext *context) {
   const Kernel *k = data;
   const Product *p = &k->product;
   OrtApi api = k->api;
-  const OrtValue *x;
-  OrtValue *y;
-  int64_t sizes[MOST_SIZES], rows = 1;
-  size_t count = 0;
-  int type;
+  int64_t sizes[MOST_SIZES], rows = 1, other[MOST_SIZES];
+  const int64_t given = p->is_gated ? 2 * p->K : p->K;
+  size_t count = 0, others;
   Call call = {.kernel = k};
-  TRY(ORT(api, KernelContextGetInput)(context, X, &x));
-  TRY(shape_of(api, x, &type, sizes, &count));
-  if (count < 1 || sizes[count - 1] != p->K)
-    return refuse(api, "values a row", count < 1 ? 0 : sizes[count - 1], p->K);
+  TRY(tensor(api, context, X, FLOAT, -1, sizes, &count, (const void **)&call.x));
+  if (count < 1 || sizes[count - 1] != given)
+    return refuse(api, "values a row", count < 1 ? 0 : sizes[count - 1], given);
   for (size_t i = 0; i + 1 < count; i++) rows *= sizes[i];
-  sizes[count - 1] = p->N;
-  TRY(ORT(api, KernelContextGetOutput)(context, 0, sizes, count, &y));
-  if (rows == 0) return 0;
-  TRY(ORT(api, GetTensorMutableData)((OrtValue *)x, (void **)&call.x));
-  TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
   call.rows = rows;
+  if (k->has_added) {
+    TRY(tensor(api, context, ADDED, FLOAT, rows * p->K, other, &others, (const void **)&call.added));
+    TRY(output(api, context, SUM, sizes, count, p->K, &call.sum));
+  }
+  if (!k->heads) TRY(output(api, context, 0, sizes, count, p->N, &call.y));
+  for (int part = 0; k->heads && part < PARTS; part++)
+    TRY(output(api, context, part, sizes, count, k->parts[part], &call.parts[part]));
+  if (k->heads) TRY(read_positions(api, context, &call));
+  if (rows == 0) return 0;
   divide(k, &call);
   const int is_small = rows * p->K * p->N < FEW_PRODUCTS;
-  const int64_t tasks = call.parts * call.row_parts;
+  const int is_prepared = p->norm || p->is_gated, is_float = p->bits == 32;
+  const int64_t prepared = is_prepared * rows * p->K, whole = k->heads ? rows * p->N : 0;
+  float *memory = malloc((prepared + whole) * sizeof *memory + !is_float * rows * k->record.size + 64);
+  if (!memory) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
+  if (is_prepared) call.prepared = memory;
+  if (k->heads) call.y = memory + prepared;
+  call.records = (uint8_t *)(((uintptr_t)(memory + prepared + whole) + 63) / 64 * 64);
+  if (is_float) call.records = is_prepared ? (uint8_t *)call.prepared : (uint8_t *)call.x;
   OrtStatus *status = 0;
-  void *memory = 0;
-  if (p->bits == 32) {
-    call.records = (uint8_t *)call.x;
-  } else {
-    memory = malloc(rows * k->record.size + 64);
-    if (!memory) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
-    call.records = (uint8_t *)(((uintptr_t)memory + 63) / 64 * 64);
-    status = run(api, context, quantise_row, rows, rows * p->K < FEW_VALUES, &call);
-  }
-  if (!status) status = run(api, context, multiply_columns, tasks, is_small, &call);
+  if (is_prepared || !is_float) status = run(api, context, prepare_row, rows, rows * p->K < FEW_VALUES, &call);
+  if (!status) status = run(api, context, multiply_columns, call.column_parts * call.row_parts, is_small, &call);
+  if (!status && k->heads) status = run(api, context, rotate_row, rows, rows * p->N < FEW_VALUES, &call);
   free(memory);
   if (!status && call.is_short_of_memory)
     return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
@@ -196,14 +302,17 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
 
 static const char *name(const OrtCustomOp *op) { return (void)op, "FewRows"; }
 static int input_type(const OrtCustomOp *op, size_t i) {
-  static const int types[NUM_INPUTS] = {FLOAT, ANY_TYPE, FLOAT, UINT8, FLOAT, FLOAT};
-  return (void)op, types[i];
+  return (void)op, i == WEIGHT ? ANY_TYPE : i == ZERO ? UINT8 : i == POSITIONS ? INT64 : FLOAT;
 }
 static size_t num_inputs(const OrtCustomOp *op) { return (void)op, NUM_INPUTS; }
 static int output_type(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, FLOAT; }
-static size_t num_outputs(const OrtCustomOp *op) { return (void)op, 1; }
+static size_t num_outputs(const OrtCustomOp *op) { return (void)op, NUM_OUTPUTS; }
 static int input_kind(const OrtCustomOp *op, size_t i) {
   return (void)op, i > WEIGHT ? IS_OPTIONAL : IS_REQUIRED;
+}
+
+static int output_kind(const OrtCustomOp *op, size_t i) {
+  return (void)op, i ? IS_OPTIONAL : IS_REQUIRED;
 }
 
 const OrtCustomOp FEW_ROWS = {
@@ -214,7 +323,7 @@ const OrtCustomOp FEW_ROWS = {
     .GetOutputType = output_type,
     .GetOutputCount = num_outputs,
     .GetInputKind = input_kind,
-    .GetOutputKind = zero_at,
+    .GetOutputKind = output_kind,
     .CreateKernelV2 = create_kernel,
     .ComputeV2 = compute,
 };

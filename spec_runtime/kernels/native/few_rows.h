@@ -19,6 +19,9 @@ typedef struct {
   const uint8_t *zero;    // u8[N, (blocks + 1) / 2] packed alike, or null for no zero point
   const float *minimum;   // f32[blocks, N] or null
   const float *bias;      // f32[N] or null
+  const float *norm;      // f32[K] of an RMS norm before the product, or null
+  float epsilon;
+  int is_gated;  // a row is K gates and K values; its product is that of SiLU(gate) * value
 } Product;
 
 // Rows quantised to s8. A record holds one: its K values, in the order in which weights meet them,
@@ -47,6 +50,9 @@ typedef struct {
 typedef struct {
   const char *name;
   Record (*layout)(const Product *);
+  // Computes what stands before a product: the row `to` of x + added, which `sum` gets. Of these,
+  // `added` may be null, and `sum` then is.
+  void (*prepare)(const Product *, const float *x, const float *added, float *sum, float *to);
   void (*quantise)(const Product *, const Record *, const float *x, uint8_t *record);
   // Computes columns [first, end) of y f32[rows, N]; returns 0 if there is no memory.
   int (*multiply)(const Product *, const Record *, const uint8_t *records, int64_t rows,

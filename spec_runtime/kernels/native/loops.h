@@ -152,6 +152,59 @@ INLINE void find_offsets(const Product *p, int64_t n, int64_t width, const float
   }
 }
 
+// Adds what a step's sums of products are worth, and the offsets of its block.
+INLINE VF add_step(const Product *p, const Record *l, const uint8_t *record, const Columns *columns,
+                   VF acc, VI total, int64_t s, int64_t b, int64_t width) {
+  VF x_scale = set_f(((const float *)(record + l->scale_at))[s]);
+  acc = fma_f(to_float(total), mul_f(load_f(columns->scales + b * LANES), x_scale), acc);
+  if (!columns->offsets) return acc;
+  VF x_sum = set_f(((const float *)(record + l->sum_at))[s]);
+  return fma_f(x_sum, first_f(columns->offsets + b * columns->stride, width), acc);
+}
+
+// Fetches what LANES columns have besides weights, SOON columns further on.
+INLINE void fetch_scales(const Product *p, int64_t n, int64_t b) {
+  __builtin_prefetch(p->scale + (n + SOON) * p->blocks + b * LANES, 0, 2);
+  if (p->minimum) __builtin_prefetch(p->minimum + b * p->N + n + SOON, 0, 2);
+}
+
+#ifdef HAS_FOURS
+// Computes LANES columns of one row, without putting their weights beside each other: for `bits` 4,
+// `low` and `high` are what the halves of bytes meet. Sums are those of columns_of.
+INLINE void columns_of_one(const Product *p, const Record *l, const uint8_t *record,
+                           const uint8_t *low, const uint8_t *high, float *y, int64_t n,
+                           const Columns *columns, const int bits) {
+  typedef int32_t Integers __attribute__((vector_size(V)));
+  const int64_t length = p->K * bits / 8, step = 4 * bits, per_block = p->block / ACTIVATIONS;
+  VF acc = set_f(0);
+  for (int64_t at = 0, s = 0, b = 0, part = 0; at < length; at += V) {
+    const int64_t again = at > length - V ? at - (length - V) : 0;  // bytes that come twice
+    const uint8_t *weights = p->weight + n * length + at - again;
+    VB x0 = all_b(low + at - again), x1 = all_b(high + at - again);
+    VI parts[LANES], sums[V / 16];
+    for (int c = 0; c < LANES; c++, weights += length) {
+      VB w = all_b(weights);
+      __builtin_prefetch(weights + SOON * length, 0, 2);
+      if (bits == 4) parts[c] = sum4(add4(low_half(w), high_half(w), x0, x1, set_i(0)));
+      else parts[c] = dot8(w, x0, set_i(0));
+    }
+    add_fours(parts, sums);
+    for (int i = again / step; i < V / step; i++, s++) {
+      VI total = sums[i];
+      if (bits == 8) {
+        const int32_t start = IS_UNSIGNED ? ((const int32_t *)(record + l->start_at))[s] : 0;
+        total = (VI)((Integers)sums[2 * i] + (Integers)sums[2 * i + 1] + start);
+      }
+      if (part == 0) fetch_scales(p, n, b);
+      acc = add_step(p, l, record, columns, acc, total, s, b, LANES);
+      if (++part == per_block) b++, part = 0;
+    }
+  }
+  if (p->bias) acc = add_f(acc, load_f(p->bias + n));
+  store_first(y + n, acc, LANES);
+}
+#endif
+
 // Computes LANES columns, or as many as there are, of R rows. Meanwhile memory gets what is SOON
 // columns further on, whose weights begin at `next`, unless it is null.
 INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records, float *y,
@@ -180,23 +233,10 @@ INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records
         for (int r = 0; r < R; r++) sum[r] = dot8(w, four_b(x + r * size), sum[r]);
       }
     }
-    if (next && part == 0) {
-      __builtin_prefetch(p->scale + (n + SOON) * p->blocks + b * LANES, 0, 2);
-      if (p->minimum) __builtin_prefetch(p->minimum + b * p->N + n + SOON, 0, 2);
-    }
-    VF scale = load_f(columns->scales + b * LANES);
-    for (int r = 0; r < R; r++) {
-      VF x_scale = set_f(((const float *)(records + r * size + l->scale_at))[s]);
-      VI total = bits == 4 ? sum4(sum[r]) : sum[r];
-      acc[r] = fma_f(to_float(total), mul_f(scale, x_scale), acc[r]);
-    }
-    if (columns->offsets) {
-      VF offset = first_f(columns->offsets + b * columns->stride, width);
-      for (int r = 0; r < R; r++) {
-        VF x_sum = set_f(((const float *)(records + r * size + l->sum_at))[s]);
-        acc[r] = fma_f(x_sum, offset, acc[r]);
-      }
-    }
+    if (next && part == 0) fetch_scales(p, n, b);
+    for (int r = 0; r < R; r++)
+      acc[r] = add_step(p, l, records + r * size, columns, acc[r], bits == 4 ? sum4(sum[r]) : sum[r],
+                        s, b, width);
     if (++part == per_block) b++, part = 0;
   }
   for (int r = 0; r < R; r++) {
@@ -323,13 +363,27 @@ TARGET static int multiply(const Product *p, const Record *l, const uint8_t *rec
   if (!memory) return 0;
   uint8_t *weights = (uint8_t *)up_to((int64_t)memory, ALIGNED);
   float *scales = (float *)(weights + weights_size), *offsets = (float *)(weights + weights_size + scales_size);
+#ifdef HAS_FOURS
+  const int is_direct = rows == 1 && p->block >= ACTIVATIONS && length >= V && (end - first) % LANES == 0;
+  for (int64_t i = 0; is_direct && p->bits == 4 && i < length; i += 4) {
+    memcpy(weights + i, records + 2 * i, 4);
+    memcpy(weights + length + i, records + 2 * i + 4, 4);
+  }
+#endif
   Columns columns = {weights, scales, p->zero ? offsets : 0, p->zero ? LANES : p->N};
   for (int64_t n = first; n < end; n += LANES) {
     int64_t width = end - n < LANES ? end - n : LANES;
-    turn(p->weight + n * length, length, width, weights);
     turn((const uint8_t *)(p->scale + n * p->blocks), 4 * p->blocks, width, (uint8_t *)scales);
     if (p->zero) find_offsets(p, n, width, scales, offsets);
     else if (p->minimum) columns.offsets = p->minimum + n;
+#ifdef HAS_FOURS
+    if (is_direct) {
+      if (p->bits == 4) columns_of_one(p, l, records, weights, weights + length, y, n, &columns, 4);
+      else columns_of_one(p, l, records, records, records, y, n, &columns, 8);
+      continue;
+    }
+#endif
+    turn(p->weight + n * length, length, width, weights);
     const uint8_t *next = p->weight + (n + SOON) * length;
     for (int64_t r = 0; r < rows; r += MAX_ROWS, next = 0) {
       const uint8_t *record = records + r * l->size;

@@ -91,9 +91,11 @@ FUNCTION void untangle(VI a[4]) { (void)a; }
 
 #include "attention.h"
 
+#include "before.h"
+
 #ifdef NEON
-const Instructions neon = {"neon", layout, quantise, multiply, measure, attend};
+const Instructions neon = {"neon", layout, prepare, quantise, multiply, measure, attend};
 #else
-const Instructions portable = {"portable", layout, quantise, multiply, measure, attend};
+const Instructions portable = {"portable", layout, prepare, quantise, multiply, measure, attend};
 #endif
 #endif
