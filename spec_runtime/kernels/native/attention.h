@@ -3,14 +3,25 @@
 // Included after loops.h. What a row gets depends on the rows of keys and values that it attends,
 // and neither on their slots nor on what is computed beside it, bit for bit: each score is a sum of
 // its own, and sums over slots are sums of integers, whose order makes no difference. Terms of a
-// row's mixed values are rounded to 2^-30 of a bound of all values that it attends, and those of the
+// row's mixed values are rounded to 2^-27 of a bound of all values that it attends, and those of the
 // sum of its weights to 2^-30.
+//
+// A float between 2^23 and 2^24 holds an integer, and a product that is added to it is rounded to
+// one: the same one whatever the sum is, unless its fraction is a half. None is, for the lowest bit
+// of each weight is set: of 2^22 or less, the product then has a lower bit than a half. So a float
+// holds the sum of a tile's terms if their weights are LIGHT together; of others, each has its own.
 #include <math.h>
 
 typedef float F __attribute__((vector_size(V)));
 typedef int32_t I __attribute__((vector_size(V)));
-#define UNIT 1073741824.0f  // 2^30
+#define UNIT 134217728.0f         // 2^27
+#define WEIGHT_UNIT 1073741824.0f // 2^30
+#define LIGHT 0.03f               // of all weights of a row: less than 2^22 / UNIT
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
+enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
+#ifndef add_term
+#define add_term fma_f
+#endif
 
 INLINE F load(const float *p) {
   F x;
@@ -20,70 +31,77 @@ INLINE F load(const float *p) {
 // Returns a where `is` is -1, b where it is 0.
 INLINE F either(I is, F a, F b) { return (F)(((I)a & is) | ((I)b & ~is)); }
 
-// Adds LANES rows, each times its weight, to sums, T vectors of each.
-INLINE void add_part(const float *rows, const float *weights, int64_t wide, int32_t *sums,
-                     const int T) {
-  I acc[4];
-  for (int t = 0; t < T; t++) memcpy(acc + t, sums + t * LANES, sizeof *acc);
-#pragma GCC unroll 1
-  for (int j = 0; j < LANES; j++)
-    for (int t = 0; t < T; t++)
-      acc[t] += TO_INTEGERS(load(rows + j * wide + t * LANES) * weights[j]);
-  for (int t = 0; t < T; t++) memcpy(sums + t * LANES, acc + t, sizeof *acc);
-}
-
-INLINE void add_values(const float *rows, const float *weights, int64_t wide, int32_t *sums) {
-  int64_t d = 0;
-  for (; d + 4 * LANES <= wide; d += 4 * LANES) add_part(rows + d, weights, wide, sums + d, 4);
-  for (; d < wide; d += LANES) add_part(rows + d, weights, wide, sums + d, 1);
-}
-
-// Returns LANES rows of a cache, `wide` apart: where they lie, or copies, if they lie elsewhere.
-// With `norms`, rows that are not finite are zeros: who attends them gets NaN anyway.
-INLINE const float *gathered(const float *cache, const int32_t *seen, int64_t D, int64_t wide,
-                             const float *norms, float *copies) {
-  int is_straight = D == wide && seen[LANES - 1] - seen[0] == LANES - 1;
-  for (int j = 0; norms && j < LANES; j++) is_straight &= norms[j] < INFINITY;
-  if (is_straight) return cache + seen[0] * D;
-  for (int j = 0; j < LANES; j++) {
-    if (!norms || norms[j] < INFINITY)
-      memcpy(copies + j * wide, cache + seen[j] * D, D * sizeof *cache);
-    else memset(copies + j * wide, 0, D * sizeof *cache);
+// Finds TILE rows of a cache: where they lie, or copies `wide` apart, if they fill no vectors. With
+// `norms`, rows that are not finite are zeros: who attends them gets NaN anyway.
+INLINE void find_rows(const float *cache, const int32_t *seen, int64_t D, int64_t wide,
+                      const float *norms, float *copies, const float **rows) {
+  for (int j = 0; j < TILE; j++, copies += wide) {
+    const int is_finite = !norms || norms[j] < INFINITY;
+    rows[j] = is_finite && D == wide ? cache + seen[j] * D : copies;
+    if (!is_finite) memset(copies, 0, D * sizeof *copies);
+    else if (D != wide) memcpy(copies, cache + seen[j] * D, D * sizeof *copies);
   }
-  return copies;
 }
 
-// Puts LANES rows beside each other, f32[wide, LANES].
-INLINE void turn_rows(const float *rows, int64_t wide, float *to) {
-  for (int64_t d = 0; d < wide; d += LANES)
-    transpose((const uint8_t *)(rows + d), 4 * wide, (uint8_t *)(to + d * LANES));
-}
-
-// Returns the products of LANES turned rows with x, or with themselves if it is null.
-INLINE VF dots(const float *turned, const float *x, int64_t wide) {
-  VF sums[4] = {set_f(0), set_f(0), set_f(0), set_f(0)};
-  for (int64_t d = 0; d < wide; d += 4, turned += 4 * LANES)
-    for (int i = 0; i < 4; i++) {
-      VF part = load_f(turned + i * LANES);
-      sums[i] = fma_f(part, x ? set_f(x[d + i]) : part, sums[i]);
+// Writes the products of TILE rows with R listed queries to their scores, or those of the rows with
+// themselves if there are no queries.
+INLINE void dots(const float **rows, const float *queries, int64_t wide, const int *list,
+                 float *scores, int64_t pitch, const int R) {
+  for (int n = 0; n < TILE; n += LANES) {
+    VF parts[4][LANES / 4];
+    for (int p = 0; p < LANES / 4; p++) {
+      VF sums[4][4];
+      for (int i = 0; i < 4 * R; i++) sums[i / 4][i % 4] = set_f(0);
+      for (int64_t d = 0; d < wide; d += LANES) {
+        VF row[4];
+        for (int j = 0; j < 4; j++) row[j] = load_f(rows[n + 4 * p + j] + d);
+        for (int r = 0; r < R; r++)
+          for (int j = 0; j < 4; j++) {
+            VF x = queries ? load_f(queries + list[r] * wide + d) : row[j];
+            sums[r][j] = fma_f(row[j], x, sums[r][j]);
+          }
+      }
+      for (int r = 0; r < R; r++)
+        parts[r][p] = add_pairs(add_pairs(sums[r][0], sums[r][1]), add_pairs(sums[r][2], sums[r][3]));
     }
-  return add_f(add_f(sums[0], sums[1]), add_f(sums[2], sums[3]));
+    for (int r = 0; r < R; r++) {
+      for (int m = LANES / 8; m > 0; m /= 2)
+        for (int i = 0; i < m; i++) parts[r][i] = add_pairs(parts[r][2 * i], parts[r][2 * i + 1]);
+      memcpy(scores + list[r] * pitch + n, parts[r], sizeof(VF));
+    }
+  }
 }
 
-// Writes the squares of the lengths of value rows: those of blocks `first` to `end` of LANES slots.
-TARGET static int measure(const Attention *a, int64_t g, int64_t first, int64_t end) {
-  const int64_t D = a->D, wide = up_to(D, LANES);
-  void *memory = calloc(2 * LANES * wide * sizeof(float) + ALIGNED, 1);
-  if (!memory) return 0;
-  float *turned = (float *)up_to((int64_t)memory, ALIGNED), *copies = turned + LANES * wide;
-  float *norms = a->norms + g * up_to(a->num_seen, MOST_LANES);
-  for (int64_t u = first; u < end; u += LANES) {
-    turn_rows(gathered(a->value + g * a->S * D, a->seen + u, D, wide, 0, copies), wide, turned);
-    VF all = dots(turned, 0, wide);
-    memcpy(norms + u, &all, sizeof all);
+// Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries, whose weights
+// there are light.
+INLINE void add_light(const float **rows, int64_t at, const float *weights, int64_t pitch,
+                      const int *list, int32_t *sums, int64_t wide, const int R, const int T) {
+  VF acc[4][4];
+  for (int i = 0; i < R * T; i++) acc[i / T][i % T] = set_f(MAGIC);
+  for (int j = 0; j < TILE; j++)
+    for (int r = 0; r < R; r++) {
+      VF weight = set_f(weights[list[r] * pitch + j]);
+      for (int t = 0; t < T; t++)
+        acc[r][t] = add_term(weight, load_f(rows[j] + at + t * LANES), acc[r][t]);
+    }
+  for (int i = 0; i < R * T; i++) {
+    int32_t *to = sums + list[i / T] * wide + at + i % T * LANES;
+    I whole = (I)load((float *)to) + (I)acc[i / T][i % T] - MAGIC_BITS;
+    memcpy(to, &whole, sizeof whole);
   }
-  free(memory);
-  return 1;
+}
+
+// Adds TILE rows, each times its weight, to sums; negative weights stand for those that are not
+// light by themselves.
+INLINE void add_heavy(const float **rows, const float *weights, int32_t *sums, int64_t wide) {
+  for (int64_t d = 0; d < wide; d += LANES) {
+    I whole = (I)load((float *)(sums + d));
+    for (int j = 0; j < TILE; j++) {
+      if (weights[j] < 0) whole -= TO_INTEGERS(load(rows[j] + d) * weights[j]);
+      else whole += (I)add_term(set_f(weights[j]), load_f(rows[j] + d), set_f(MAGIC)) - MAGIC_BITS;
+    }
+    memcpy(sums + d, &whole, sizeof whole);
+  }
 }
 
 // Returns e^x of values up to 0.
@@ -109,20 +127,19 @@ INLINE F capped(F x, float cap) {
   return (F)((I)((1 - t) / (1 + t) * cap) | sign);
 }
 
-// Turns the scores of row n and head h into what values are multiplied by, so that their sums fill
-// integers; returns what one of these is worth. `norms` are squares of the values' lengths.
-INLINE float weigh(const Attention *a, int64_t n, int64_t h, const float *norms,
-                   float *scores) {
-  const float *bias = a->bias + n * a->W, none = -INFINITY;
+// Turns the scores of a row and head into what values are multiplied by, so that their sums fill
+// integers, says which tiles are light, and returns what one of these integers is worth. `bias` is
+// that of the row, `norms` are squares of the values' lengths; tiles that are 0 are not read.
+INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float *norms,
+                   float *scores, uint8_t *tiles) {
+  const int64_t seen = up_to(a->num_seen, TILE);
+  const float none = -INFINITY;
   const F least = (F){0} + none;
   F most = least, norm = {0};
   I is_odd = {0};
-  for (int64_t u = 0; u < a->num_seen; u += LANES) {
-    const int32_t *seen = a->seen + u;
-    F added, s = load(scores + u) * a->scale;
-    if (seen[LANES - 1] - seen[0] == LANES - 1) added = load(bias + seen[0]);
-    else for (int j = 0; j < LANES; j++) added[j] = bias[seen[j]];
-    for (int64_t j = a->num_seen - u; j < LANES; j++) added[j] = none;
+  for (int64_t u = 0; u < seen; u += LANES) {
+    if (!tiles[u / TILE]) continue;
+    F added = load(bias + u), s = load(scores + u) * a->scale;
     if (a->softcap != 0) s = capped(s, a->softcap);
     I is_read = added > MASKED;
     s = either(is_read, s + added, least);
@@ -141,63 +158,91 @@ INLINE float weigh(const Attention *a, int64_t n, int64_t h, const float *norms,
   }
   if (has_odd) return NAN;
   if (top == none) top = 0;
-  int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * UNIT) : 0;
+  int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * WEIGHT_UNIT) : 0;
   I low = {0}, high = {0};  // of the sum's terms
-  for (int64_t u = 0; u < a->num_seen; u += LANES) {
+  for (int64_t u = 0; u < seen; u += LANES) {
+    if (!tiles[u / TILE]) continue;
     F weight = exponential(load(scores + u) - top);
-    I part = TO_INTEGERS(weight * UNIT);
+    I part = TO_INTEGERS(weight * WEIGHT_UNIT);
     low += part & 0x7FFF, high += part >> 15;
     memcpy(scores + u, &weight, sizeof weight);
   }
   for (int j = 0; j < LANES; j++) sum += low[j] + ((int64_t)high[j] << 15);
   bound = sqrtf(bound);
-  const float factor = sum ? (float)(UNIT / ((double)sum / UNIT) / bound) : 0;
-  for (int64_t u = 0; u < a->num_seen; u += LANES) {
-    F weight = load(scores + u) * factor;
-    memcpy(scores + u, &weight, sizeof weight);
+  const float factor = sum ? (float)(UNIT / ((double)sum / WEIGHT_UNIT) / bound) : 0;
+  const float limit = LIGHT * UNIT / bound;
+  for (int64_t u = 0; u < seen; u += TILE) {
+    if (!tiles[u / TILE]) continue;
+    F all = {0};
+    for (int j = 0; j < TILE; j += LANES) {
+      F weight = load(scores + u + j) * factor;
+      weight = (F)((I)weight | ((weight > 0) & 1));
+      all += weight;
+      memcpy(scores + u + j, &weight, sizeof weight);
+    }
+    if (sum_f(all) <= limit) continue;
+    tiles[u / TILE] = IS_HEAVY;
+    for (int j = 0; j < TILE; j++)
+      if (scores[u + j] > limit) scores[u + j] *= -1;
   }
   return bound / UNIT;
 }
 
+#define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, seen, R)
+#define ADD_LIGHT(R)                                                                         \
+  for (int64_t d = 0; d < wide; d += 4 * LANES)                                              \
+    if (d + 4 * LANES <= wide) add_light(rows, d, weights, seen, list + i, sums, wide, R, 4); \
+    else for (; d < wide; d += LANES) add_light(rows, d, weights, seen, list + i, sums, wide, R, 1)
+
 TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t end, float *y) {
+  static const int one[1];
   const int64_t D = a->D, wide = up_to(D, LANES), rep = a->H / a->G, R = end - first;
-  const int64_t seen = up_to(a->num_seen, MOST_LANES), blocks = (a->num_seen + LANES - 1) / LANES;
-  const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D;
-  const int64_t floats = 2 * LANES * wide + R * (2 * wide + seen);
-  void *memory = calloc(floats * sizeof(float) + R * blocks + ALIGNED, 1);
+  const int64_t seen = up_to(a->num_seen, TILE), tiles = seen / TILE, N = (end - 1) / rep - first / rep + 1;
+  const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D, *rows[TILE];
+  const int64_t floats = TILE * wide + seen + N * seen + R * (2 * wide + seen);
+  void *memory = calloc(floats * sizeof(float) + R * tiles + ALIGNED, 1);
   if (!memory) return 0;
-  float *turned = (float *)up_to((int64_t)memory, ALIGNED), *copies = turned + LANES * wide;
-  float *queries = copies + LANES * wide, *scores = queries + R * wide;
+  float *copies = (float *)up_to((int64_t)memory, ALIGNED), *norms = copies + TILE * wide;
+  float *biases = norms + seen, *queries = biases + N * seen, *scores = queries + R * wide;
   int32_t *sums = (int32_t *)(scores + R * seen);
-  uint8_t *is_read = (uint8_t *)(sums + R * wide);
+  uint8_t *is_read = (uint8_t *)(sums + R * wide);  // and how, see weigh
+  int list[MOST_QUERIES], count;
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;
     memcpy(queries + r * wide, a->query + (n * a->H + h) * D, D * sizeof *queries);
-  }
-  for (int64_t b = 0; b < blocks; b++) {
-    const int32_t *some = a->seen + b * LANES;
-    turn_rows(gathered(keys, some, D, wide, 0, copies), wide, turned);
-    for (int64_t r = 0; r < R; r++) {
-      const float *bias = a->bias + (first + r) / rep * a->W;
-      uint8_t is = 0;
-      for (int j = 0; j < LANES; j++) is |= !(bias[some[j]] <= MASKED);
-      is_read[r * blocks + b] = is;
-      if (!is) continue;
-      VF all = dots(turned, queries + r * wide, wide);
-      memcpy(scores + r * seen + b * LANES, &all, sizeof all);
+    float *bias = biases + (n - first / rep) * seen;
+    if (r > 0 && (first + r) % rep) {
+      memcpy(is_read + r * tiles, is_read + (r - 1) * tiles, tiles);
+      continue;
     }
+    for (int64_t u = 0; u < seen; u++) bias[u] = u < a->num_seen ? a->bias[n * a->W + a->seen[u]] : MASKED;
+    for (int64_t u = 0; u < seen; u++) is_read[r * tiles + u / TILE] |= !(bias[u] <= MASKED);
+  }
+  for (int64_t b = 0; b < tiles; b++) {
+    find_rows(values, a->seen + b * TILE, D, wide, 0, copies, rows);
+    dots(rows, 0, wide, one, norms + b * TILE, 0, 1);
+    find_rows(keys, a->seen + b * TILE, D, wide, 0, copies, rows);
+    count = 0;
+    for (int64_t r = 0; r < R; r++)
+      if (is_read[r * tiles + b]) list[count++] = (int)r;
+    for (int i = 0; i < count; i += QUERIES)
+      switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(DOTS) }
   }
   for (int64_t r = 0; r < R; r++) {  // what a sum's unit is worth takes the query's place
-    queries[r * wide] = weigh(a, (first + r) / rep, g * rep + (first + r) % rep,
-                              a->norms + g * seen, scores + r * seen);
-    if (isnan(queries[r * wide])) memset(is_read + r * blocks, 0, blocks);
+    queries[r * wide] = weigh(a, g * rep + (first + r) % rep, biases + ((first + r) / rep - first / rep) * seen,
+                              norms, scores + r * seen, is_read + r * tiles);
+    if (isnan(queries[r * wide])) memset(is_read + r * tiles, 0, tiles);
   }
-  for (int64_t b = 0; b < blocks; b++) {
-    const float *norms = a->norms + g * seen + b * LANES;
-    const float *rows = gathered(values, a->seen + b * LANES, D, wide, norms, copies);
-    for (int64_t r = 0; r < R; r++)
-      if (is_read[r * blocks + b])
-        add_values(rows, scores + r * seen + b * LANES, wide, sums + r * wide);
+  for (int64_t b = 0; b < tiles; b++) {
+    const float *weights = scores + b * TILE;
+    find_rows(values, a->seen + b * TILE, D, wide, norms + b * TILE, copies, rows);
+    count = 0;
+    for (int64_t r = 0; r < R; r++) {
+      if (is_read[r * tiles + b] == IS_LIGHT) list[count++] = (int)r;
+      if (is_read[r * tiles + b] == IS_HEAVY) add_heavy(rows, weights + r * seen, sums + r * wide, wide);
+    }
+    for (int i = 0; i < count; i += QUERIES)
+      switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(ADD_LIGHT) }
   }
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;

@@ -13,6 +13,12 @@ FUNCTION VF load_f(const float *p) { return _mm512_loadu_ps(p); }
 FUNCTION VF mul_f(VF a, VF b) { return _mm512_mul_ps(a, b); }
 FUNCTION VF add_f(VF a, VF b) { return _mm512_add_ps(a, b); }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+// Adds neighbours, those of a first.
+FUNCTION VF add_pairs(VF a, VF b) {
+  VI even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  VI odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return add_f(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
+}
 FUNCTION float sum_f(VF a) { return _mm512_reduce_add_ps(a); }
 FUNCTION __mmask16 first(long n) { return (__mmask16)((1u << n) - 1); }
 FUNCTION VF first_f(const float *p, long n) { return _mm512_maskz_loadu_ps(first(n), p); }
@@ -84,5 +90,5 @@ FUNCTION void untangle(VI a[4]) {
 
 #include "attention.h"
 
-const Instructions avx512_vnni = {"avx512-vnni", layout, quantise, multiply, measure, attend};
+const Instructions avx512_vnni = {"avx512-vnni", layout, quantise, multiply, attend};
 #endif
