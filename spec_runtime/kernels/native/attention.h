@@ -9,16 +9,18 @@
 // A float between 2^23 and 2^24 holds an integer, and a product that is added to it is rounded to
 // one: the same one whatever the sum is, unless its fraction is a half. None is, for the lowest bit
 // of each weight is set: of 2^22 or less, the product then has a lower bit than a half. So a float
-// holds the sum of a tile's terms if their weights are LIGHT together; of others, each has its own.
+// holds the sum of a tile's terms if their weights are LIGHT together; else each has its own, if it
+// is not so big that it is turned into an integer by itself.
 #include <math.h>
 
 typedef float F __attribute__((vector_size(V)));
 typedef int32_t I __attribute__((vector_size(V)));
+typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
 #define UNIT 134217728.0f         // 2^27
 #define WEIGHT_UNIT 1073741824.0f // 2^30
 #define LIGHT 0.03f               // of all weights of a row: less than 2^22 / UNIT
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
-enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
+enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2, HAS_BIG = 4 };
 #ifndef add_term
 #define add_term fma_f
 #endif
@@ -72,51 +74,53 @@ INLINE void dots(const float **rows, const float *queries, int64_t wide, const i
   }
 }
 
-// Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries, whose weights
-// there are light.
-INLINE void add_light(const float **rows, int64_t at, const float *weights, int64_t pitch,
-                      const int *list, int32_t *sums, int64_t wide, const int R, const int T) {
-  VF acc[4][4];
-  for (int i = 0; i < R * T; i++) acc[i / T][i % T] = set_f(MAGIC);
+// Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries.
+INLINE void add_tile(const float **rows, int64_t at, const float *weights, int64_t pitch,
+                     const int *list, int32_t *sums, int64_t wide, const int is_light, const int R,
+                     const int T) {
+  U acc[4][4];
+  for (int i = 0; i < R * T; i++)
+    acc[i / T][i % T] = (U){0} + (is_light ? 1u : 1u - TILE) * MAGIC_BITS;
   for (int j = 0; j < TILE; j++)
     for (int r = 0; r < R; r++) {
       VF weight = set_f(weights[list[r] * pitch + j]);
-      for (int t = 0; t < T; t++)
-        acc[r][t] = add_term(weight, load_f(rows[j] + at + t * LANES), acc[r][t]);
+      for (int t = 0; t < T; t++) {
+        VF row = load_f(rows[j] + at + t * LANES);
+        if (is_light) acc[r][t] = (U)add_term(weight, row, (VF)acc[r][t]);
+        else acc[r][t] += (U)add_term(weight, row, set_f(MAGIC));
+      }
     }
   for (int i = 0; i < R * T; i++) {
     int32_t *to = sums + list[i / T] * wide + at + i % T * LANES;
-    I whole = (I)load((float *)to) + (I)acc[i / T][i % T] - MAGIC_BITS;
+    U whole = (U)load((float *)to) + acc[i / T][i % T] - MAGIC_BITS;
     memcpy(to, &whole, sizeof whole);
   }
 }
 
-// Adds TILE rows, each times its weight, to sums; negative weights stand for those that are not
-// light by themselves.
-INLINE void add_heavy(const float **rows, const float *weights, int32_t *sums, int64_t wide) {
-  for (int64_t d = 0; d < wide; d += LANES) {
-    I whole = (I)load((float *)(sums + d));
-    for (int j = 0; j < TILE; j++) {
-      if (weights[j] < 0) whole -= TO_INTEGERS(load(rows[j] + d) * weights[j]);
-      else whole += (I)add_term(set_f(weights[j]), load_f(rows[j] + d), set_f(MAGIC)) - MAGIC_BITS;
+// Adds rows whose weights, which are negative, are too big for `add_tile`; there they are none.
+INLINE void add_big(const float **rows, float *weights, int32_t *sums, int64_t wide) {
+  for (int j = 0; j < TILE; j++) {
+    if (weights[j] >= 0) continue;
+    for (int64_t d = 0; d < wide; d += LANES) {
+      I whole = (I)load((float *)(sums + d)) - TO_INTEGERS(load(rows[j] + d) * weights[j]);
+      memcpy(sums + d, &whole, sizeof whole);
     }
-    memcpy(sums + d, &whole, sizeof whole);
+    weights[j] = 0;
   }
 }
 
 // Returns e^x of values up to 0.
 INLINE F exponential(F x) {
   I is_small = x < -87.0f;
-  x = either(is_small, (F){0}, x);
-  I n = TO_INTEGERS(x * 1.44269504f - 0.5f);
+  I n = TO_INTEGERS(either(is_small, (F){0}, x) * 1.44269504f - 0.5f);
   F whole = __builtin_convertvector(n, F);
-  F r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * r * r + r + 1.0f) * (F)((n + 127) << 23);
+  F r = fma_f(whole, set_f(2.12194440e-4f), fma_f(whole, set_f(-0.693359375f), x));
+  F p = fma_f(r, set_f(1.9875691500e-4f), set_f(1.3981999507e-3f));
+  p = fma_f(p, r, set_f(8.3334519073e-3f));
+  p = fma_f(p, r, set_f(4.1665795894e-2f));
+  p = fma_f(p, r, set_f(1.6666665459e-1f));
+  p = fma_f(p, r, set_f(5.0000001201e-1f));
+  p = fma_f(p * r, r, r + 1.0f) * (F)((n + 127) << 23);
   return (F)((I)p & ~is_small);
 }
 
@@ -173,26 +177,39 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
   const float limit = LIGHT * UNIT / bound;
   for (int64_t u = 0; u < seen; u += TILE) {
     if (!tiles[u / TILE]) continue;
-    F all = {0};
+    F all = {0}, rest = {0};
     for (int j = 0; j < TILE; j += LANES) {
       F weight = load(scores + u + j) * factor;
       weight = (F)((I)weight | ((weight > 0) & 1));
       all += weight;
+      rest += either(weight > limit, (F){0}, weight);
       memcpy(scores + u + j, &weight, sizeof weight);
     }
     if (sum_f(all) <= limit) continue;
-    tiles[u / TILE] = IS_HEAVY;
-    for (int j = 0; j < TILE; j++)
+    const int has_big = sum_f(rest) < sum_f(all);
+    tiles[u / TILE] = (sum_f(rest) <= limit ? IS_LIGHT : IS_HEAVY) | (has_big ? HAS_BIG : 0);
+    for (int j = 0; has_big && j < TILE; j++)
       if (scores[u + j] > limit) scores[u + j] *= -1;
   }
   return bound / UNIT;
 }
 
 #define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, seen, R)
-#define ADD_LIGHT(R)                                                                         \
-  for (int64_t d = 0; d < wide; d += 4 * LANES)                                              \
-    if (d + 4 * LANES <= wide) add_light(rows, d, weights, seen, list + i, sums, wide, R, 4); \
-    else for (; d < wide; d += LANES) add_light(rows, d, weights, seen, list + i, sums, wide, R, 1)
+#define ADD_PART(R, T, is_light) add_tile(rows, d, weights, seen, list + i, sums, wide, is_light, R, T)
+#define ADD_TILE(R, is_light)                                                    \
+  for (int64_t d = 0; d < wide; d += 4 * LANES)                                \
+    if (d + 4 * LANES <= wide) ADD_PART(R, 4, is_light);                       \
+    else for (; d < wide; d += LANES) ADD_PART(R, 1, is_light)
+#define ADD_LIGHT(R) ADD_TILE(R, 1)
+#define ADD_HEAVY(R) ADD_TILE(R, 0)
+
+#define LIST(is)                                            \
+  count = 0;                                                \
+  for (int64_t r = 0; r < R; r++)                           \
+    if (is_read[r * tiles + b] & (is)) list[count++] = (int)r;
+#define EACH_QUERY(call)                                                        \
+  for (int i = 0; i < count; i += QUERIES)                                      \
+    switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(call) }
 
 TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t end, float *y) {
   static const int one[1];
@@ -215,18 +232,22 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
       memcpy(is_read + r * tiles, is_read + (r - 1) * tiles, tiles);
       continue;
     }
-    for (int64_t u = 0; u < seen; u++) bias[u] = u < a->num_seen ? a->bias[n * a->W + a->seen[u]] : MASKED;
-    for (int64_t u = 0; u < seen; u++) is_read[r * tiles + u / TILE] |= !(bias[u] <= MASKED);
+    for (int64_t u = 0; u < seen; u += TILE) {
+      const int32_t *some = a->seen + u;
+      const float *from = a->bias + n * a->W;
+      uint8_t is = 0;
+      if (some[TILE - 1] - some[0] == TILE - 1) memcpy(bias + u, from + some[0], TILE * sizeof *bias);
+      else for (int j = 0; j < TILE; j++) bias[u + j] = u + j < a->num_seen ? from[some[j]] : MASKED;
+      for (int j = 0; j < TILE; j++) is |= !(bias[u + j] <= MASKED);
+      is_read[r * tiles + u / TILE] = is;
+    }
   }
   for (int64_t b = 0; b < tiles; b++) {
     find_rows(values, a->seen + b * TILE, D, wide, 0, copies, rows);
     dots(rows, 0, wide, one, norms + b * TILE, 0, 1);
     find_rows(keys, a->seen + b * TILE, D, wide, 0, copies, rows);
-    count = 0;
-    for (int64_t r = 0; r < R; r++)
-      if (is_read[r * tiles + b]) list[count++] = (int)r;
-    for (int i = 0; i < count; i += QUERIES)
-      switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(DOTS) }
+    LIST(IS_LIGHT)
+    EACH_QUERY(DOTS)
   }
   for (int64_t r = 0; r < R; r++) {  // what a sum's unit is worth takes the query's place
     queries[r * wide] = weigh(a, g * rep + (first + r) % rep, biases + ((first + r) / rep - first / rep) * seen,
@@ -234,15 +255,14 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
     if (isnan(queries[r * wide])) memset(is_read + r * tiles, 0, tiles);
   }
   for (int64_t b = 0; b < tiles; b++) {
-    const float *weights = scores + b * TILE;
+    float *weights = scores + b * TILE;
     find_rows(values, a->seen + b * TILE, D, wide, norms + b * TILE, copies, rows);
-    count = 0;
-    for (int64_t r = 0; r < R; r++) {
-      if (is_read[r * tiles + b] == IS_LIGHT) list[count++] = (int)r;
-      if (is_read[r * tiles + b] == IS_HEAVY) add_heavy(rows, weights + r * seen, sums + r * wide, wide);
-    }
-    for (int i = 0; i < count; i += QUERIES)
-      switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(ADD_LIGHT) }
+    for (int64_t r = 0; r < R; r++)
+      if (is_read[r * tiles + b] & HAS_BIG) add_big(rows, weights + r * seen, sums + r * wide, wide);
+    LIST(IS_LIGHT)
+    EACH_QUERY(ADD_LIGHT)
+    LIST(IS_HEAVY)
+    EACH_QUERY(ADD_HEAVY)
   }
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;
