@@ -40,6 +40,8 @@ INLINE void find_rows(const float *cache, const int32_t *seen, int64_t D, int64_
   for (int j = 0; j < TILE; j++, copies += wide) {
     const int is_finite = !norms || norms[j] < INFINITY;
     rows[j] = is_finite && D == wide ? cache + seen[j] * D : copies;
+    for (int64_t d = 0; !norms && d < D; d += ALIGNED / 4)
+      __builtin_prefetch(cache + (seen[j] + TILE) * D + d, 0, 2);
     if (!is_finite) memset(copies, 0, D * sizeof *copies);
     else if (D != wide) memcpy(copies, cache + seen[j] * D, D * sizeof *copies);
   }

@@ -31,7 +31,7 @@ typedef struct {
 
 // Attention of N rows over slots of a cache. `seen` lists the slots that some row attends, and is
 // filled up with the first of them to a multiple of TILE.
-enum { TILE = 16, MOST_QUERIES = 32 };
+enum { TILE = 16, MOST_QUERIES = 48 };
 typedef struct {
   int64_t N, H, G, D, S, W;         // rows, heads, key/value heads, width of a head, slots, a bias's
   const float *query, *key, *value; // f32[N, H, D], f32[G, S, D], f32[G, S, D]

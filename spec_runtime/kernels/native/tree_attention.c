@@ -14,7 +14,7 @@
 #include "operator.h"
 
 enum { QUERY, KEY, VALUE, BIAS, SINKS, NEW_KEY, NEW_VALUE, SLOTS, NUM_INPUTS, NUM_OUTPUTS = 3 };
-enum { FEW_TERMS = 100000, LEAST_TASKS = 8, LEAST_QUERIES = 4 };
+enum { FEW_TERMS = 100000, LEAST_TASKS = 8, AT_ONCE = 4 };
 
 typedef struct {
   OrtApi api;
@@ -136,8 +136,7 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   for (int64_t i = 0; a->num_seen && i < TILE; i++) seen[a->num_seen + i] = seen[0];
   a->seen = seen;
   call.queries = a->N * H / a->G;
-  call.step = (call.queries * a->G + LEAST_TASKS - 1) / LEAST_TASKS;
-  if (call.step < LEAST_QUERIES) call.step = LEAST_QUERIES;
+  call.step = (call.queries * a->G / LEAST_TASKS / AT_ONCE + 1) * AT_ONCE;
   if (call.step > MOST_QUERIES) call.step = MOST_QUERIES;
   call.chunks = (call.queries + call.step - 1) / call.step;
   int is_small = a->N * H * a->D * a->num_seen < FEW_TERMS;
