@@ -19,6 +19,7 @@ typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
 #define UNIT 134217728.0f         // 2^27
 #define WEIGHT_UNIT 1073741824.0f // 2^30
 #define LIGHT 0.03f               // of all weights of a row: less than 2^22 / UNIT
+#define ONE_BITS 0x3F800000
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
 enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2, HAS_BIG = 4 };
 #ifndef add_term
@@ -70,7 +71,7 @@ INLINE void dots(const float **rows, const float *queries, int64_t wide, const i
     }
     for (int r = 0; r < R; r++) {
       for (int m = LANES / 8; m > 0; m /= 2)
-        for (int i = 0; i < m; i++) parts[r][i] = add_pairs(parts[r][2 * i], parts[r][2 * i + 1]);
+        for (int i = 0; i < m; i++) parts[r][i] = add_parts(parts[r][2 * i], parts[r][2 * i + 1]);
       memcpy(scores + list[r] * pitch + n, parts[r], sizeof(VF));
     }
   }
@@ -83,15 +84,15 @@ INLINE void add_tile(const float **rows, int64_t at, const float *weights, int64
   U acc[4][4];
   for (int i = 0; i < R * T; i++)
     acc[i / T][i % T] = (U){0} + (is_light ? 1u : 1u - TILE) * MAGIC_BITS;
-  for (int j = 0; j < TILE; j++)
-    for (int r = 0; r < R; r++) {
-      VF weight = set_f(weights[list[r] * pitch + j]);
-      for (int t = 0; t < T; t++) {
-        VF row = load_f(rows[j] + at + t * LANES);
-        if (is_light) acc[r][t] = (U)add_term(weight, row, (VF)acc[r][t]);
-        else acc[r][t] += (U)add_term(weight, row, set_f(MAGIC));
-      }
+  for (int j = 0; j < TILE; j++) {
+    VF row[4];
+    for (int t = 0; t < T; t++) row[t] = load_f(rows[j] + at + t * LANES);
+    for (int i = 0; i < R * T; i++) {
+      VF weight = set_f(weights[list[i / T] * pitch + j]);
+      if (is_light) acc[i / T][i % T] = (U)add_term(weight, row[i % T], (VF)acc[i / T][i % T]);
+      else acc[i / T][i % T] += (U)add_term(weight, row[i % T], set_f(MAGIC));
     }
+  }
   for (int i = 0; i < R * T; i++) {
     int32_t *to = sums + list[i / T] * wide + at + i % T * LANES;
     U whole = (U)load((float *)to) + acc[i / T][i % T] - MAGIC_BITS;
@@ -219,12 +220,13 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
   const int64_t seen = up_to(a->num_seen, TILE), tiles = seen / TILE, N = (end - 1) / rep - first / rep + 1;
   const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D, *rows[TILE];
   const int64_t floats = TILE * wide + seen + N * seen + R * (2 * wide + seen);
-  void *memory = calloc(floats * sizeof(float) + R * tiles + ALIGNED, 1);
+  void *memory = malloc(floats * sizeof(float) + R * tiles + ALIGNED);
   if (!memory) return 0;
-  float *copies = (float *)up_to((int64_t)memory, ALIGNED), *norms = copies + TILE * wide;
-  float *biases = norms + seen, *queries = biases + N * seen, *scores = queries + R * wide;
-  int32_t *sums = (int32_t *)(scores + R * seen);
-  uint8_t *is_read = (uint8_t *)(sums + R * wide);  // and how, see weigh
+  float *copies = (float *)up_to((int64_t)memory, ALIGNED), *queries = copies + TILE * wide;
+  int32_t *sums = (int32_t *)(queries + R * wide);
+  float *norms = (float *)(sums + R * wide), *biases = norms + seen, *scores = biases + N * seen;
+  uint8_t *is_read = (uint8_t *)(scores + R * seen);  // and how, see weigh
+  memset(copies, 0, (TILE + 2 * R) * wide * sizeof *copies);
   int list[MOST_QUERIES], count;
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;
@@ -237,11 +239,11 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
     for (int64_t u = 0; u < seen; u += TILE) {
       const int32_t *some = a->seen + u;
       const float *from = a->bias + n * a->W;
-      uint8_t is = 0;
+      I is = {0};
       if (some[TILE - 1] - some[0] == TILE - 1) memcpy(bias + u, from + some[0], TILE * sizeof *bias);
       else for (int j = 0; j < TILE; j++) bias[u + j] = u + j < a->num_seen ? from[some[j]] : MASKED;
-      for (int j = 0; j < TILE; j++) is |= !(bias[u + j] <= MASKED);
-      is_read[r * tiles + u / TILE] = is;
+      for (int j = 0; j < TILE; j += LANES) is |= load(bias + u + j) > MASKED;
+      is_read[r * tiles + u / TILE] = sum_f((VF)(is & ONE_BITS)) > 0;
     }
   }
   for (int64_t b = 0; b < tiles; b++) {

@@ -13,11 +13,12 @@ FUNCTION VF load_f(const float *p) { return _mm512_loadu_ps(p); }
 FUNCTION VF mul_f(VF a, VF b) { return _mm512_mul_ps(a, b); }
 FUNCTION VF add_f(VF a, VF b) { return _mm512_add_ps(a, b); }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
-// Adds neighbours, those of a first.
+// Adds neighbours in each part of 16 bytes, those of a first; then such parts.
 FUNCTION VF add_pairs(VF a, VF b) {
-  VI even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  VI odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-  return add_f(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b));
+  return add_f(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+}
+FUNCTION VF add_parts(VF a, VF b) {
+  return add_f(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
 FUNCTION float sum_f(VF a) { return _mm512_reduce_add_ps(a); }
 FUNCTION __mmask16 first(long n) { return (__mmask16)((1u << n) - 1); }
