@@ -34,23 +34,34 @@ INLINE F load(const float *p) {
 // Returns a where `is` is -1, b where it is 0.
 INLINE F either(I is, F a, F b) { return (F)(((I)a & is) | ((I)b & ~is)); }
 
-// Finds TILE rows of a cache: where they lie, or copies `wide` apart, if they fill no vectors. With
-// `norms`, rows that are not finite are zeros: who attends them gets NaN anyway.
-INLINE void find_rows(const float *cache, const int32_t *seen, int64_t D, int64_t wide,
-                      const float *norms, float *copies, const float **rows) {
-  for (int j = 0; j < TILE; j++, copies += wide) {
-    const int is_finite = !norms || norms[j] < INFINITY;
-    rows[j] = is_finite && D == wide ? cache + seen[j] * D : copies;
-    for (int64_t d = 0; !norms && d < D; d += ALIGNED / 4)
-      __builtin_prefetch(cache + (seen[j] + TILE) * D + d, 0, 2);
-    if (!is_finite) memset(copies, 0, D * sizeof *copies);
-    else if (D != wide) memcpy(copies, cache + seen[j] * D, D * sizeof *copies);
+// Returns TILE rows of a cache, `wide` apart: where they lie, or copies. With `norms`, rows that are
+// not finite are zeros: who attends them gets NaN anyway. The next tile is fetched without them.
+INLINE const float *tile_of(const Attention *a, const float *cache, int64_t slot, int64_t wide,
+                            const float *norms, float *copies) {
+  const int64_t D = a->D;
+  int is_plain = D == wide && slot + TILE <= a->S;
+  for (int j = 0; norms && j < TILE; j++) is_plain &= norms[slot + j] < INFINITY;
+  for (int64_t i = TILE * D; !norms && i < 2 * TILE * D; i += ALIGNED / 4)
+    __builtin_prefetch(cache + slot * D + i, 0, 2);
+  if (is_plain) return cache + slot * D;
+  for (int64_t j = slot; j < slot + TILE; j++, copies += wide) {
+    if (j < a->S && (!norms || norms[j] < INFINITY)) memcpy(copies, cache + j * D, D * sizeof *copies);
+    else memset(copies, 0, D * sizeof *copies);
   }
+  return copies - TILE * wide;
+}
+
+// Lists the queries that read a tile in one of these ways.
+INLINE int queries_of(const uint8_t *is_read, int64_t pitch, int64_t R, int ways, int *list) {
+  int count = 0;
+  for (int64_t r = 0; r < R; r++)
+    if (is_read[r * pitch] & ways) list[count++] = (int)r;
+  return count;
 }
 
 // Writes the products of TILE rows with R listed queries to their scores, or those of the rows with
 // themselves if there are no queries.
-INLINE void dots(const float **rows, const float *queries, int64_t wide, const int *list,
+INLINE void dots(const float *rows, const float *queries, int64_t wide, const int *list,
                  float *scores, int64_t pitch, const int R) {
   for (int n = 0; n < TILE; n += LANES) {
     VF parts[4][LANES / 4];
@@ -59,7 +70,7 @@ INLINE void dots(const float **rows, const float *queries, int64_t wide, const i
       for (int i = 0; i < 4 * R; i++) sums[i / 4][i % 4] = set_f(0);
       for (int64_t d = 0; d < wide; d += LANES) {
         VF row[4];
-        for (int j = 0; j < 4; j++) row[j] = load_f(rows[n + 4 * p + j] + d);
+        for (int j = 0; j < 4; j++) row[j] = load_f(rows + (n + 4 * p + j) * wide + d);
         for (int r = 0; r < R; r++)
           for (int j = 0; j < 4; j++) {
             VF x = queries ? load_f(queries + list[r] * wide + d) : row[j];
@@ -78,7 +89,7 @@ INLINE void dots(const float **rows, const float *queries, int64_t wide, const i
 }
 
 // Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries.
-INLINE void add_tile(const float **rows, int64_t at, const float *weights, int64_t pitch,
+INLINE void add_tile(const float *rows, int64_t at, const float *weights, int64_t pitch,
                      const int *list, int32_t *sums, int64_t wide, const int is_light, const int R,
                      const int T) {
   U acc[4][4];
@@ -86,7 +97,7 @@ INLINE void add_tile(const float **rows, int64_t at, const float *weights, int64
     acc[i / T][i % T] = (U){0} + (is_light ? 1u : 1u - TILE) * MAGIC_BITS;
   for (int j = 0; j < TILE; j++) {
     VF row[4];
-    for (int t = 0; t < T; t++) row[t] = load_f(rows[j] + at + t * LANES);
+    for (int t = 0; t < T; t++) row[t] = load_f(rows + j * wide + at + t * LANES);
     for (int i = 0; i < R * T; i++) {
       VF weight = set_f(weights[list[i / T] * pitch + j]);
       if (is_light) acc[i / T][i % T] = (U)add_term(weight, row[i % T], (VF)acc[i / T][i % T]);
@@ -101,11 +112,11 @@ INLINE void add_tile(const float **rows, int64_t at, const float *weights, int64
 }
 
 // Adds rows whose weights, which are negative, are too big for `add_tile`; there they are none.
-INLINE void add_big(const float **rows, float *weights, int32_t *sums, int64_t wide) {
+INLINE void add_big(const float *rows, float *weights, int32_t *sums, int64_t wide) {
   for (int j = 0; j < TILE; j++) {
     if (weights[j] >= 0) continue;
     for (int64_t d = 0; d < wide; d += LANES) {
-      I whole = (I)load((float *)(sums + d)) - TO_INTEGERS(load(rows[j] + d) * weights[j]);
+      I whole = (I)load((float *)(sums + d)) - TO_INTEGERS(load(rows + j * wide + d) * weights[j]);
       memcpy(sums + d, &whole, sizeof whole);
     }
     weights[j] = 0;
@@ -139,12 +150,11 @@ INLINE F capped(F x, float cap) {
 // that of the row, `norms` are squares of the values' lengths; tiles that are 0 are not read.
 INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float *norms,
                    float *scores, uint8_t *tiles) {
-  const int64_t seen = up_to(a->num_seen, TILE);
   const float none = -INFINITY;
   const F least = (F){0} + none;
   F most = least, norm = {0};
   I is_odd = {0};
-  for (int64_t u = 0; u < seen; u += LANES) {
+  for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
     if (!tiles[u / TILE]) continue;
     F added = load(bias + u), s = load(scores + u) * a->scale;
     if (a->softcap != 0) s = capped(s, a->softcap);
@@ -167,7 +177,7 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
   if (top == none) top = 0;
   int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * WEIGHT_UNIT) : 0;
   I low = {0}, high = {0};  // of the sum's terms
-  for (int64_t u = 0; u < seen; u += LANES) {
+  for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
     if (!tiles[u / TILE]) continue;
     F weight = exponential(load(scores + u) - top);
     I part = TO_INTEGERS(weight * WEIGHT_UNIT);
@@ -178,7 +188,7 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
   bound = sqrtf(bound);
   const float factor = sum ? (float)(UNIT / ((double)sum / WEIGHT_UNIT) / bound) : 0;
   const float limit = LIGHT * UNIT / bound;
-  for (int64_t u = 0; u < seen; u += TILE) {
+  for (int64_t u = 0; u < a->W; u += TILE) {
     if (!tiles[u / TILE]) continue;
     F all = {0}, rest = {0};
     for (int j = 0; j < TILE; j += LANES) {
@@ -197,8 +207,8 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
   return bound / UNIT;
 }
 
-#define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, seen, R)
-#define ADD_PART(R, T, is_light) add_tile(rows, d, weights, seen, list + i, sums, wide, is_light, R, T)
+#define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, places, R)
+#define ADD_PART(R, T, is_light) add_tile(rows, d, weights, places, list + i, sums, wide, is_light, R, T)
 #define ADD_TILE(R, is_light)                                                    \
   for (int64_t d = 0; d < wide; d += 4 * LANES)                                \
     if (d + 4 * LANES <= wide) ADD_PART(R, 4, is_light);                       \
@@ -206,10 +216,6 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
 #define ADD_LIGHT(R) ADD_TILE(R, 1)
 #define ADD_HEAVY(R) ADD_TILE(R, 0)
 
-#define LIST(is)                                            \
-  count = 0;                                                \
-  for (int64_t r = 0; r < R; r++)                           \
-    if (is_read[r * tiles + b] & (is)) list[count++] = (int)r;
 #define EACH_QUERY(call)                                                        \
   for (int i = 0; i < count; i += QUERIES)                                      \
     switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(call) }
@@ -217,55 +223,55 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
 TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t end, float *y) {
   static const int one[1];
   const int64_t D = a->D, wide = up_to(D, LANES), rep = a->H / a->G, R = end - first;
-  const int64_t seen = up_to(a->num_seen, TILE), tiles = seen / TILE, N = (end - 1) / rep - first / rep + 1;
-  const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D, *rows[TILE];
-  const int64_t floats = TILE * wide + seen + N * seen + R * (2 * wide + seen);
+  const int64_t places = up_to(a->W, TILE), tiles = places / TILE, N = (end - 1) / rep - first / rep + 1;
+  const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D, *rows;
+  const int64_t floats = TILE * wide + places + N * places + R * (2 * wide + places);
   void *memory = malloc(floats * sizeof(float) + R * tiles + ALIGNED);
   if (!memory) return 0;
   float *copies = (float *)up_to((int64_t)memory, ALIGNED), *queries = copies + TILE * wide;
   int32_t *sums = (int32_t *)(queries + R * wide);
-  float *norms = (float *)(sums + R * wide), *biases = norms + seen, *scores = biases + N * seen;
-  uint8_t *is_read = (uint8_t *)(scores + R * seen);  // and how, see weigh
+  float *norms = (float *)(sums + R * wide), *biases = norms + places, *scores = biases + N * places;
+  uint8_t *is_read = (uint8_t *)(scores + R * places);  // and how, see weigh
   memset(copies, 0, (TILE + 2 * R) * wide * sizeof *copies);
   int list[MOST_QUERIES], count;
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;
     memcpy(queries + r * wide, a->query + (n * a->H + h) * D, D * sizeof *queries);
-    float *bias = biases + (n - first / rep) * seen;
+    float *bias = biases + (n - first / rep) * places;
     if (r > 0 && (first + r) % rep) {
       memcpy(is_read + r * tiles, is_read + (r - 1) * tiles, tiles);
       continue;
     }
-    for (int64_t u = 0; u < seen; u += TILE) {
-      const int32_t *some = a->seen + u;
-      const float *from = a->bias + n * a->W;
+    memcpy(bias, a->bias + n * a->W, a->W * sizeof *bias);
+    for (int64_t u = a->W; u < places; u++) bias[u] = MASKED;
+    for (int64_t b = 0; b < tiles; b++) {
       I is = {0};
-      if (some[TILE - 1] - some[0] == TILE - 1) memcpy(bias + u, from + some[0], TILE * sizeof *bias);
-      else for (int j = 0; j < TILE; j++) bias[u + j] = u + j < a->num_seen ? from[some[j]] : MASKED;
-      for (int j = 0; j < TILE; j += LANES) is |= load(bias + u + j) > MASKED;
-      is_read[r * tiles + u / TILE] = sum_f((VF)(is & ONE_BITS)) > 0;
+      for (int j = 0; j < TILE; j += LANES) is |= load(bias + b * TILE + j) > MASKED;
+      is_read[r * tiles + b] = sum_f((VF)(is & ONE_BITS)) > 0;
     }
   }
   for (int64_t b = 0; b < tiles; b++) {
-    find_rows(values, a->seen + b * TILE, D, wide, 0, copies, rows);
+    if (!(count = queries_of(is_read + b, tiles, R, IS_LIGHT, list))) continue;
+    rows = tile_of(a, values, b * TILE, wide, 0, copies);
     dots(rows, 0, wide, one, norms + b * TILE, 0, 1);
-    find_rows(keys, a->seen + b * TILE, D, wide, 0, copies, rows);
-    LIST(IS_LIGHT)
+    rows = tile_of(a, keys, b * TILE, wide, 0, copies);
     EACH_QUERY(DOTS)
   }
   for (int64_t r = 0; r < R; r++) {  // what a sum's unit is worth takes the query's place
-    queries[r * wide] = weigh(a, g * rep + (first + r) % rep, biases + ((first + r) / rep - first / rep) * seen,
-                              norms, scores + r * seen, is_read + r * tiles);
+    queries[r * wide] = weigh(a, g * rep + (first + r) % rep, biases + ((first + r) / rep - first / rep) * places,
+                              norms, scores + r * places, is_read + r * tiles);
     if (isnan(queries[r * wide])) memset(is_read + r * tiles, 0, tiles);
   }
   for (int64_t b = 0; b < tiles; b++) {
     float *weights = scores + b * TILE;
-    find_rows(values, a->seen + b * TILE, D, wide, norms + b * TILE, copies, rows);
-    for (int64_t r = 0; r < R; r++)
-      if (is_read[r * tiles + b] & HAS_BIG) add_big(rows, weights + r * seen, sums + r * wide, wide);
-    LIST(IS_LIGHT)
+    if (!queries_of(is_read + b, tiles, R, IS_LIGHT | IS_HEAVY, list)) continue;
+    rows = tile_of(a, values, b * TILE, wide, norms, copies);
+    count = queries_of(is_read + b, tiles, R, HAS_BIG, list);
+    for (int i = 0; i < count; i++)
+      add_big(rows, weights + list[i] * places, sums + list[i] * wide, wide);
+    count = queries_of(is_read + b, tiles, R, IS_LIGHT, list);
     EACH_QUERY(ADD_LIGHT)
-    LIST(IS_HEAVY)
+    count = queries_of(is_read + b, tiles, R, IS_HEAVY, list);
     EACH_QUERY(ADD_HEAVY)
   }
   for (int64_t r = 0; r < R; r++) {

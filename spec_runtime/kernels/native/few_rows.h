@@ -29,8 +29,7 @@ typedef struct {
   int64_t columns;  // calls of `multiply` begin best at multiples of it
 } Record;
 
-// Attention of N rows over slots of a cache. `seen` lists the slots that some row attends, and is
-// filled up with the first of them to a multiple of TILE.
+// Attention of N rows over slots of a cache, TILE slots at a time.
 enum { TILE = 16, MOST_QUERIES = 48 };
 typedef struct {
   int64_t N, H, G, D, S, W;         // rows, heads, key/value heads, width of a head, slots, a bias's
@@ -38,8 +37,6 @@ typedef struct {
   const float *bias;                // f32[N, W]: below MASKED, a row does not attend this slot
   const float *sinks;               // f32[H] or null
   float scale, softcap;             // no cap: 0
-  const int32_t *seen;
-  int64_t num_seen;
 } Attention;
 #define MASKED -1e8f
 

@@ -127,21 +127,12 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   TRY(ORT(api, KernelContextGetOutput)(context, 0, query, 3, &y));
   TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
   if (a->N == 0 || a->D == 0) return 0;
-  int32_t *seen = calloc(a->W + TILE, sizeof *seen);
-  if (!seen) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
-  for (int64_t n = 0; n < a->N; n++)
-    for (int64_t s = 0; s < a->W; s++) seen[s] |= !(a->bias[n * a->W + s] <= MASKED);
-  for (int64_t s = 0; s < a->W; s++)
-    if (seen[s]) seen[a->num_seen++] = (int32_t)s;
-  for (int64_t i = 0; a->num_seen && i < TILE; i++) seen[a->num_seen + i] = seen[0];
-  a->seen = seen;
   call.queries = a->N * H / a->G;
   call.step = (call.queries * a->G / LEAST_TASKS / AT_ONCE + 1) * AT_ONCE;
   if (call.step > MOST_QUERIES) call.step = MOST_QUERIES;
   call.chunks = (call.queries + call.step - 1) / call.step;
-  int is_small = a->N * H * a->D * a->num_seen < FEW_TERMS;
+  int is_small = a->N * H * a->D * a->W < FEW_TERMS;
   OrtStatus *status = run(api, context, attend_some, a->G * call.chunks, is_small, &call);
-  free(seen);
   if (!status && call.is_short_of_memory)
     return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
   return status;
