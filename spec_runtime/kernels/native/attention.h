@@ -9,11 +9,10 @@
 // A float between 2^23 and 2^24 holds an integer, and a product that is added to it is rounded to
 // one: the same one whatever the sum is, unless its fraction is a half. None is, for the lowest bit
 // of each weight is set: of 2^22 or less, the product then has a lower bit than a half. So a float
-// holds the sum of a tile's terms if their weights are LIGHT together; else each has its own, if it
-// is not so big that it is turned into an integer by itself.
+// holds the sum of a tile's terms if their weights are LIGHT together; else each has its own, unless
+// it is too big for one.
 #include <math.h>
 
-typedef float F __attribute__((vector_size(V)));
 typedef int32_t I __attribute__((vector_size(V)));
 typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
 #define UNIT 134217728.0f         // 2^27
@@ -21,18 +20,13 @@ typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
 #define LIGHT 0.03f               // of all weights of a row: less than 2^22 / UNIT
 #define ONE_BITS 0x3F800000
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
-enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2, HAS_BIG = 4 };
+enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
 #ifndef add_term
 #define add_term fma_f
 #endif
 
-INLINE F load(const float *p) {
-  F x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
 // Returns a where `is` is -1, b where it is 0.
-INLINE F either(I is, F a, F b) { return (F)(((I)a & is) | ((I)b & ~is)); }
+INLINE VF either(I is, VF a, VF b) { return (VF)(((I)a & is) | ((I)b & ~is)); }
 
 // Returns TILE rows of a cache, `wide` apart: where they lie, or copies. With `norms`, rows that are
 // not finite are zeros: who attends them gets NaN anyway. The next tile is fetched without them.
@@ -88,61 +82,50 @@ INLINE void dots(const float *rows, const float *queries, int64_t wide, const in
   }
 }
 
-// Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries.
-INLINE void add_tile(const float *rows, int64_t at, const float *weights, int64_t pitch,
-                     const int *list, int32_t *sums, int64_t wide, const int is_light, const int R,
-                     const int T) {
+// Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries. Of tiles that
+// are not light, negative weights stand for those that are not light by themselves.
+INLINE void add_tile(const float *rows, const float *weights, int64_t pitch, const int *list,
+                     int32_t *sums, int64_t wide, const int is_light, const int R, const int T) {
   U acc[4][4];
   for (int i = 0; i < R * T; i++)
     acc[i / T][i % T] = (U){0} + (is_light ? 1u : 1u - TILE) * MAGIC_BITS;
-  for (int j = 0; j < TILE; j++) {
-    VF row[4];
-    for (int t = 0; t < T; t++) row[t] = load_f(rows + j * wide + at + t * LANES);
-    for (int i = 0; i < R * T; i++) {
-      VF weight = set_f(weights[list[i / T] * pitch + j]);
-      if (is_light) acc[i / T][i % T] = (U)add_term(weight, row[i % T], (VF)acc[i / T][i % T]);
-      else acc[i / T][i % T] += (U)add_term(weight, row[i % T], set_f(MAGIC));
+  for (int j = 0; j < TILE; j++, rows += wide)
+    for (int r = 0; r < R; r++) {
+      const float weight = weights[list[r] * pitch + j];
+      for (int t = 0; t < T; t++) {
+        VF row = load_f(rows + t * LANES);
+        if (is_light) acc[r][t] = (U)add_term(set_f(weight), row, (VF)acc[r][t]);
+        else if (weight < 0) acc[r][t] += MAGIC_BITS - (U)TO_INTEGERS(row * weight);
+        else acc[r][t] += (U)add_term(set_f(weight), row, set_f(MAGIC));
+      }
     }
-  }
   for (int i = 0; i < R * T; i++) {
-    int32_t *to = sums + list[i / T] * wide + at + i % T * LANES;
-    U whole = (U)load((float *)to) + acc[i / T][i % T] - MAGIC_BITS;
+    int32_t *to = sums + list[i / T] * wide + i % T * LANES;
+    U whole = (U)load_f((float *)to) + acc[i / T][i % T] - MAGIC_BITS;
     memcpy(to, &whole, sizeof whole);
   }
 }
 
-// Adds rows whose weights, which are negative, are too big for `add_tile`; there they are none.
-INLINE void add_big(const float *rows, float *weights, int32_t *sums, int64_t wide) {
-  for (int j = 0; j < TILE; j++) {
-    if (weights[j] >= 0) continue;
-    for (int64_t d = 0; d < wide; d += LANES) {
-      I whole = (I)load((float *)(sums + d)) - TO_INTEGERS(load(rows + j * wide + d) * weights[j]);
-      memcpy(sums + d, &whole, sizeof whole);
-    }
-    weights[j] = 0;
-  }
-}
-
 // Returns e^x of values up to 0.
-INLINE F exponential(F x) {
+INLINE VF exponential(VF x) {
   I is_small = x < -87.0f;
-  I n = TO_INTEGERS(either(is_small, (F){0}, x) * 1.44269504f - 0.5f);
-  F whole = __builtin_convertvector(n, F);
-  F r = fma_f(whole, set_f(2.12194440e-4f), fma_f(whole, set_f(-0.693359375f), x));
-  F p = fma_f(r, set_f(1.9875691500e-4f), set_f(1.3981999507e-3f));
+  I n = TO_INTEGERS(either(is_small, set_f(0), x) * 1.44269504f - 0.5f);
+  VF whole = __builtin_convertvector(n, VF);
+  VF r = fma_f(whole, set_f(2.12194440e-4f), fma_f(whole, set_f(-0.693359375f), x));
+  VF p = fma_f(r, set_f(1.9875691500e-4f), set_f(1.3981999507e-3f));
   p = fma_f(p, r, set_f(8.3334519073e-3f));
   p = fma_f(p, r, set_f(4.1665795894e-2f));
   p = fma_f(p, r, set_f(1.6666665459e-1f));
   p = fma_f(p, r, set_f(5.0000001201e-1f));
-  p = fma_f(p * r, r, r + 1.0f) * (F)((n + 127) << 23);
-  return (F)((I)p & ~is_small);
+  p = fma_f(p * r, r, r + 1.0f) * (VF)((n + 127) << 23);
+  return (VF)((I)p & ~is_small);
 }
 
 // Returns cap * tanh(x / cap).
-INLINE F capped(F x, float cap) {
+INLINE VF capped(VF x, float cap) {
   I sign = (I)x & INT32_MIN;
-  F t = exponential((F)((I)x | INT32_MIN) * (2 / cap));
-  return (F)((I)((1 - t) / (1 + t) * cap) | sign);
+  VF t = exponential((VF)((I)x | INT32_MIN) * (2 / cap));
+  return (VF)((I)((1 - t) / (1 + t) * cap) | sign);
 }
 
 // Turns the scores of a row and head into what values are multiplied by, so that their sums fill
@@ -151,16 +134,16 @@ INLINE F capped(F x, float cap) {
 INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float *norms,
                    float *scores, uint8_t *tiles) {
   const float none = -INFINITY;
-  const F least = (F){0} + none;
-  F most = least, norm = {0};
+  const VF least = set_f(none);
+  VF most = least, norm = {0};
   I is_odd = {0};
   for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
     if (!tiles[u / TILE]) continue;
-    F added = load(bias + u), s = load(scores + u) * a->scale;
+    VF added = load_f(bias + u), s = load_f(scores + u) * a->scale;
     if (a->softcap != 0) s = capped(s, a->softcap);
     I is_read = added > MASKED;
     s = either(is_read, s + added, least);
-    F size = (F)((I)load(norms + u) & is_read);
+    VF size = (VF)((I)load_f(norms + u) & is_read);
     is_odd |= ~(s < INFINITY) | ~(size < INFINITY);
     most = either(s > most, s, most);
     norm = either(size > norm, size, norm);
@@ -179,7 +162,7 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
   I low = {0}, high = {0};  // of the sum's terms
   for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
     if (!tiles[u / TILE]) continue;
-    F weight = exponential(load(scores + u) - top);
+    VF weight = exponential(load_f(scores + u) - top);
     I part = TO_INTEGERS(weight * WEIGHT_UNIT);
     low += part & 0x7FFF, high += part >> 15;
     memcpy(scores + u, &weight, sizeof weight);
@@ -190,38 +173,35 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
   const float limit = LIGHT * UNIT / bound;
   for (int64_t u = 0; u < a->W; u += TILE) {
     if (!tiles[u / TILE]) continue;
-    F all = {0}, rest = {0};
+    VF all = {0};
     for (int j = 0; j < TILE; j += LANES) {
-      F weight = load(scores + u + j) * factor;
-      weight = (F)((I)weight | ((weight > 0) & 1));
+      VF weight = load_f(scores + u + j) * factor;
+      weight = (VF)((I)weight | ((weight > 0) & 1));
       all += weight;
-      rest += either(weight > limit, (F){0}, weight);
       memcpy(scores + u + j, &weight, sizeof weight);
     }
     if (sum_f(all) <= limit) continue;
-    const int has_big = sum_f(rest) < sum_f(all);
-    tiles[u / TILE] = (sum_f(rest) <= limit ? IS_LIGHT : IS_HEAVY) | (has_big ? HAS_BIG : 0);
-    for (int j = 0; has_big && j < TILE; j++)
+    tiles[u / TILE] = IS_HEAVY;
+    for (int j = 0; j < TILE; j++)
       if (scores[u + j] > limit) scores[u + j] *= -1;
   }
   return bound / UNIT;
 }
 
 #define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, places, R)
-#define ADD_PART(R, T, is_light) add_tile(rows, d, weights, places, list + i, sums, wide, is_light, R, T)
+#define ADD_PART(R, T, is_light) \
+  add_tile(rows + d, weights, places, list + i, sums + d, wide, is_light, R, T)
 #define ADD_TILE(R, is_light)                                                    \
-  for (int64_t d = 0; d < wide; d += 4 * LANES)                                \
-    if (d + 4 * LANES <= wide) ADD_PART(R, 4, is_light);                       \
+  for (int64_t d = 0; d < wide; d += 4 * LANES)                                  \
+    if (d + 4 * LANES <= wide) ADD_PART(R, 4, is_light);                         \
     else for (; d < wide; d += LANES) ADD_PART(R, 1, is_light)
 #define ADD_LIGHT(R) ADD_TILE(R, 1)
 #define ADD_HEAVY(R) ADD_TILE(R, 0)
-
 #define EACH_QUERY(call)                                                        \
   for (int i = 0; i < count; i += QUERIES)                                      \
     switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(call) }
 
 TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t end, float *y) {
-  static const int one[1];
   const int64_t D = a->D, wide = up_to(D, LANES), rep = a->H / a->G, R = end - first;
   const int64_t places = up_to(a->W, TILE), tiles = places / TILE, N = (end - 1) / rep - first / rep + 1;
   const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D, *rows;
@@ -246,14 +226,14 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
     for (int64_t u = a->W; u < places; u++) bias[u] = MASKED;
     for (int64_t b = 0; b < tiles; b++) {
       I is = {0};
-      for (int j = 0; j < TILE; j += LANES) is |= load(bias + b * TILE + j) > MASKED;
+      for (int j = 0; j < TILE; j += LANES) is |= load_f(bias + b * TILE + j) > MASKED;
       is_read[r * tiles + b] = sum_f((VF)(is & ONE_BITS)) > 0;
     }
   }
   for (int64_t b = 0; b < tiles; b++) {
     if (!(count = queries_of(is_read + b, tiles, R, IS_LIGHT, list))) continue;
     rows = tile_of(a, values, b * TILE, wide, 0, copies);
-    dots(rows, 0, wide, one, norms + b * TILE, 0, 1);
+    dots(rows, 0, wide, (int[]){0}, norms + b * TILE, 0, 1);
     rows = tile_of(a, keys, b * TILE, wide, 0, copies);
     EACH_QUERY(DOTS)
   }
@@ -266,9 +246,6 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
     float *weights = scores + b * TILE;
     if (!queries_of(is_read + b, tiles, R, IS_LIGHT | IS_HEAVY, list)) continue;
     rows = tile_of(a, values, b * TILE, wide, norms, copies);
-    count = queries_of(is_read + b, tiles, R, HAS_BIG, list);
-    for (int i = 0; i < count; i++)
-      add_big(rows, weights + list[i] * places, sums + list[i] * wide, wide);
     count = queries_of(is_read + b, tiles, R, IS_LIGHT, list);
     EACH_QUERY(ADD_LIGHT)
     count = queries_of(is_read + b, tiles, R, IS_HEAVY, list);
