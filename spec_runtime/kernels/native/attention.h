@@ -3,130 +3,147 @@
 // Included after loops.h. What a row gets depends on the rows of keys and values that it attends,
 // and neither on their slots nor on what is computed beside it, bit for bit: each score is a sum of
 // its own, and sums over slots are sums of integers, whose order makes no difference. Terms of a
-// row's mixed values are rounded to 2^-30 of a bound of all values that it attends, and those of the
+// row's mixed values are rounded to 2^-27 of a bound of all values that it attends, and those of the
 // sum of its weights to 2^-30.
+//
+// A float between 2^23 and 2^24 holds an integer, and a product that is added to it is rounded to
+// one: the same one whatever the sum is, unless its fraction is a half. None is, for the lowest bit
+// of each weight is set: of 2^22 or less, the product then has a lower bit than a half. So a float
+// holds the sum of a tile's terms if their weights are LIGHT together; else each has its own, unless
+// it is too big for one.
 #include <math.h>
 
-typedef float F __attribute__((vector_size(V)));
 typedef int32_t I __attribute__((vector_size(V)));
-#define UNIT 1073741824.0f  // 2^30
+typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
+#define UNIT 134217728.0f         // 2^27
+#define WEIGHT_UNIT 1073741824.0f // 2^30
+#define LIGHT 0.03f               // of all weights of a row: less than 2^22 / UNIT
+#define ONE_BITS 0x3F800000
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
+enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
+#ifndef add_term
+#define add_term fma_f
+#endif
 
-INLINE F load(const float *p) {
-  F x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
 // Returns a where `is` is -1, b where it is 0.
-INLINE F either(I is, F a, F b) { return (F)(((I)a & is) | ((I)b & ~is)); }
+INLINE VF either(I is, VF a, VF b) { return (VF)(((I)a & is) | ((I)b & ~is)); }
 
-// Adds LANES rows, each times its weight, to sums, T vectors of each.
-INLINE void add_part(const float *rows, const float *weights, int64_t wide, int32_t *sums,
-                     const int T) {
-  I acc[4];
-  for (int t = 0; t < T; t++) memcpy(acc + t, sums + t * LANES, sizeof *acc);
-#pragma GCC unroll 1
-  for (int j = 0; j < LANES; j++)
-    for (int t = 0; t < T; t++)
-      acc[t] += TO_INTEGERS(load(rows + j * wide + t * LANES) * weights[j]);
-  for (int t = 0; t < T; t++) memcpy(sums + t * LANES, acc + t, sizeof *acc);
-}
-
-INLINE void add_values(const float *rows, const float *weights, int64_t wide, int32_t *sums) {
-  int64_t d = 0;
-  for (; d + 4 * LANES <= wide; d += 4 * LANES) add_part(rows + d, weights, wide, sums + d, 4);
-  for (; d < wide; d += LANES) add_part(rows + d, weights, wide, sums + d, 1);
-}
-
-// Returns LANES rows of a cache, `wide` apart: where they lie, or copies, if they lie elsewhere.
-// With `norms`, rows that are not finite are zeros: who attends them gets NaN anyway.
-INLINE const float *gathered(const float *cache, const int32_t *seen, int64_t D, int64_t wide,
-                             const float *norms, float *copies) {
-  int is_straight = D == wide && seen[LANES - 1] - seen[0] == LANES - 1;
-  for (int j = 0; norms && j < LANES; j++) is_straight &= norms[j] < INFINITY;
-  if (is_straight) return cache + seen[0] * D;
-  for (int j = 0; j < LANES; j++) {
-    if (!norms || norms[j] < INFINITY)
-      memcpy(copies + j * wide, cache + seen[j] * D, D * sizeof *cache);
-    else memset(copies + j * wide, 0, D * sizeof *cache);
+// Returns TILE rows of a cache, `wide` apart: where they lie, or copies. With `norms`, rows that are
+// not finite are zeros: who attends them gets NaN anyway. The next tile is fetched without them.
+INLINE const float *tile_of(const Attention *a, const float *cache, int64_t slot, int64_t wide,
+                            const float *norms, float *copies) {
+  const int64_t D = a->D;
+  int is_plain = D == wide && slot + TILE <= a->S;
+  for (int j = 0; norms && j < TILE; j++) is_plain &= norms[slot + j] < INFINITY;
+  for (int64_t i = TILE * D; !norms && i < 2 * TILE * D; i += ALIGNED / 4)
+    __builtin_prefetch(cache + slot * D + i, 0, 2);
+  if (is_plain) return cache + slot * D;
+  for (int64_t j = slot; j < slot + TILE; j++, copies += wide) {
+    if (j < a->S && (!norms || norms[j] < INFINITY)) memcpy(copies, cache + j * D, D * sizeof *copies);
+    else memset(copies, 0, D * sizeof *copies);
   }
-  return copies;
+  return copies - TILE * wide;
 }
 
-// Puts LANES rows beside each other, f32[wide, LANES].
-INLINE void turn_rows(const float *rows, int64_t wide, float *to) {
-  for (int64_t d = 0; d < wide; d += LANES)
-    transpose((const uint8_t *)(rows + d), 4 * wide, (uint8_t *)(to + d * LANES));
+// Lists the queries that read a tile in one of these ways.
+INLINE int queries_of(const uint8_t *is_read, int64_t pitch, int64_t R, int ways, int *list) {
+  int count = 0;
+  for (int64_t r = 0; r < R; r++)
+    if (is_read[r * pitch] & ways) list[count++] = (int)r;
+  return count;
 }
 
-// Returns the products of LANES turned rows with x, or with themselves if it is null.
-INLINE VF dots(const float *turned, const float *x, int64_t wide) {
-  VF sums[4] = {set_f(0), set_f(0), set_f(0), set_f(0)};
-  for (int64_t d = 0; d < wide; d += 4, turned += 4 * LANES)
-    for (int i = 0; i < 4; i++) {
-      VF part = load_f(turned + i * LANES);
-      sums[i] = fma_f(part, x ? set_f(x[d + i]) : part, sums[i]);
+// Writes the products of TILE rows with R listed queries to their scores, or those of the rows with
+// themselves if there are no queries.
+INLINE void dots(const float *rows, const float *queries, int64_t wide, const int *list,
+                 float *scores, int64_t pitch, const int R) {
+  for (int n = 0; n < TILE; n += LANES) {
+    VF parts[4][LANES / 4];
+    for (int p = 0; p < LANES / 4; p++) {
+      VF sums[4][4];
+      for (int i = 0; i < 4 * R; i++) sums[i / 4][i % 4] = set_f(0);
+      for (int64_t d = 0; d < wide; d += LANES) {
+        VF row[4];
+        for (int j = 0; j < 4; j++) row[j] = load_f(rows + (n + 4 * p + j) * wide + d);
+        for (int r = 0; r < R; r++)
+          for (int j = 0; j < 4; j++) {
+            VF x = queries ? load_f(queries + list[r] * wide + d) : row[j];
+            sums[r][j] = fma_f(row[j], x, sums[r][j]);
+          }
+      }
+      for (int r = 0; r < R; r++)
+        parts[r][p] = add_pairs(add_pairs(sums[r][0], sums[r][1]), add_pairs(sums[r][2], sums[r][3]));
     }
-  return add_f(add_f(sums[0], sums[1]), add_f(sums[2], sums[3]));
+    for (int r = 0; r < R; r++) {
+      for (int m = LANES / 8; m > 0; m /= 2)
+        for (int i = 0; i < m; i++) parts[r][i] = add_parts(parts[r][2 * i], parts[r][2 * i + 1]);
+      memcpy(scores + list[r] * pitch + n, parts[r], sizeof(VF));
+    }
+  }
 }
 
-// Writes the squares of the lengths of value rows: those of blocks `first` to `end` of LANES slots.
-TARGET static int measure(const Attention *a, int64_t g, int64_t first, int64_t end) {
-  const int64_t D = a->D, wide = up_to(D, LANES);
-  void *memory = calloc(2 * LANES * wide * sizeof(float) + ALIGNED, 1);
-  if (!memory) return 0;
-  float *turned = (float *)up_to((int64_t)memory, ALIGNED), *copies = turned + LANES * wide;
-  float *norms = a->norms + g * up_to(a->num_seen, MOST_LANES);
-  for (int64_t u = first; u < end; u += LANES) {
-    turn_rows(gathered(a->value + g * a->S * D, a->seen + u, D, wide, 0, copies), wide, turned);
-    VF all = dots(turned, 0, wide);
-    memcpy(norms + u, &all, sizeof all);
+// Adds T vectors of TILE rows, each times its weight, to the sums of R listed queries. Of tiles that
+// are not light, negative weights stand for those that are not light by themselves.
+INLINE void add_tile(const float *rows, const float *weights, int64_t pitch, const int *list,
+                     int32_t *sums, int64_t wide, const int is_light, const int R, const int T) {
+  U acc[4][4];
+  for (int i = 0; i < R * T; i++)
+    acc[i / T][i % T] = (U){0} + (is_light ? 1u : 1u - TILE) * MAGIC_BITS;
+  for (int j = 0; j < TILE; j++, rows += wide)
+    for (int r = 0; r < R; r++) {
+      const float weight = weights[list[r] * pitch + j];
+      for (int t = 0; t < T; t++) {
+        VF row = load_f(rows + t * LANES);
+        if (is_light) acc[r][t] = (U)add_term(set_f(weight), row, (VF)acc[r][t]);
+        else if (weight < 0) acc[r][t] += MAGIC_BITS - (U)TO_INTEGERS(row * weight);
+        else acc[r][t] += (U)add_term(set_f(weight), row, set_f(MAGIC));
+      }
+    }
+  for (int i = 0; i < R * T; i++) {
+    int32_t *to = sums + list[i / T] * wide + i % T * LANES;
+    U whole = (U)load_f((float *)to) + acc[i / T][i % T] - MAGIC_BITS;
+    memcpy(to, &whole, sizeof whole);
   }
-  free(memory);
-  return 1;
 }
 
 // Returns e^x of values up to 0.
-INLINE F exponential(F x) {
+INLINE VF exponential(VF x) {
   I is_small = x < -87.0f;
-  x = either(is_small, (F){0}, x);
-  I n = TO_INTEGERS(x * 1.44269504f - 0.5f);
-  F whole = __builtin_convertvector(n, F);
-  F r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * r * r + r + 1.0f) * (F)((n + 127) << 23);
-  return (F)((I)p & ~is_small);
+  I n = TO_INTEGERS(either(is_small, set_f(0), x) * 1.44269504f - 0.5f);
+  VF whole = __builtin_convertvector(n, VF);
+  VF r = fma_f(whole, set_f(2.12194440e-4f), fma_f(whole, set_f(-0.693359375f), x));
+  VF p = fma_f(r, set_f(1.9875691500e-4f), set_f(1.3981999507e-3f));
+  p = fma_f(p, r, set_f(8.3334519073e-3f));
+  p = fma_f(p, r, set_f(4.1665795894e-2f));
+  p = fma_f(p, r, set_f(1.6666665459e-1f));
+  p = fma_f(p, r, set_f(5.0000001201e-1f));
+  p = fma_f(p * r, r, r + 1.0f) * (VF)((n + 127) << 23);
+  return (VF)((I)p & ~is_small);
 }
 
 // Returns cap * tanh(x / cap).
-INLINE F capped(F x, float cap) {
+INLINE VF capped(VF x, float cap) {
   I sign = (I)x & INT32_MIN;
-  F t = exponential((F)((I)x | INT32_MIN) * (2 / cap));
-  return (F)((I)((1 - t) / (1 + t) * cap) | sign);
+  VF t = exponential((VF)((I)x | INT32_MIN) * (2 / cap));
+  return (VF)((I)((1 - t) / (1 + t) * cap) | sign);
 }
 
-// Turns the scores of row n and head h into what values are multiplied by, so that their sums fill
-// integers; returns what one of these is worth. `norms` are squares of the values' lengths.
-INLINE float weigh(const Attention *a, int64_t n, int64_t h, const float *norms,
-                   float *scores) {
-  const float *bias = a->bias + n * a->W, none = -INFINITY;
-  const F least = (F){0} + none;
-  F most = least, norm = {0};
+// Turns the scores of a row and head into what values are multiplied by, so that their sums fill
+// integers, says which tiles are light, and returns what one of these integers is worth. `bias` is
+// that of the row, `norms` are squares of the values' lengths; tiles that are 0 are not read.
+INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float *norms,
+                   float *scores, uint8_t *tiles) {
+  const float none = -INFINITY;
+  const VF least = set_f(none);
+  VF most = least, norm = {0};
   I is_odd = {0};
-  for (int64_t u = 0; u < a->num_seen; u += LANES) {
-    const int32_t *seen = a->seen + u;
-    F added, s = load(scores + u) * a->scale;
-    if (seen[LANES - 1] - seen[0] == LANES - 1) added = load(bias + seen[0]);
-    else for (int j = 0; j < LANES; j++) added[j] = bias[seen[j]];
-    for (int64_t j = a->num_seen - u; j < LANES; j++) added[j] = none;
+  for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
+    if (!tiles[u / TILE]) continue;
+    VF added = load_f(bias + u), s = load_f(scores + u) * a->scale;
     if (a->softcap != 0) s = capped(s, a->softcap);
     I is_read = added > MASKED;
     s = either(is_read, s + added, least);
-    F size = (F)((I)load(norms + u) & is_read);
+    VF size = (VF)((I)load_f(norms + u) & is_read);
     is_odd |= ~(s < INFINITY) | ~(size < INFINITY);
     most = either(s > most, s, most);
     norm = either(size > norm, size, norm);
@@ -141,63 +158,98 @@ INLINE float weigh(const Attention *a, int64_t n, int64_t h, const float *norms,
   }
   if (has_odd) return NAN;
   if (top == none) top = 0;
-  int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * UNIT) : 0;
+  int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * WEIGHT_UNIT) : 0;
   I low = {0}, high = {0};  // of the sum's terms
-  for (int64_t u = 0; u < a->num_seen; u += LANES) {
-    F weight = exponential(load(scores + u) - top);
-    I part = TO_INTEGERS(weight * UNIT);
+  for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
+    if (!tiles[u / TILE]) continue;
+    VF weight = exponential(load_f(scores + u) - top);
+    I part = TO_INTEGERS(weight * WEIGHT_UNIT);
     low += part & 0x7FFF, high += part >> 15;
     memcpy(scores + u, &weight, sizeof weight);
   }
   for (int j = 0; j < LANES; j++) sum += low[j] + ((int64_t)high[j] << 15);
   bound = sqrtf(bound);
-  const float factor = sum ? (float)(UNIT / ((double)sum / UNIT) / bound) : 0;
-  for (int64_t u = 0; u < a->num_seen; u += LANES) {
-    F weight = load(scores + u) * factor;
-    memcpy(scores + u, &weight, sizeof weight);
+  const float factor = sum ? (float)(UNIT / ((double)sum / WEIGHT_UNIT) / bound) : 0;
+  const float limit = LIGHT * UNIT / bound;
+  for (int64_t u = 0; u < a->W; u += TILE) {
+    if (!tiles[u / TILE]) continue;
+    VF all = {0};
+    for (int j = 0; j < TILE; j += LANES) {
+      VF weight = load_f(scores + u + j) * factor;
+      weight = (VF)((I)weight | ((weight > 0) & 1));
+      all += weight;
+      memcpy(scores + u + j, &weight, sizeof weight);
+    }
+    if (sum_f(all) <= limit) continue;
+    tiles[u / TILE] = IS_HEAVY;
+    for (int j = 0; j < TILE; j++)
+      if (scores[u + j] > limit) scores[u + j] *= -1;
   }
   return bound / UNIT;
 }
 
+#define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, places, R)
+#define ADD_PART(R, T, is_light) \
+  add_tile(rows + d, weights, places, list + i, sums + d, wide, is_light, R, T)
+#define ADD_TILE(R, is_light)                                                    \
+  for (int64_t d = 0; d < wide; d += 4 * LANES)                                  \
+    if (d + 4 * LANES <= wide) ADD_PART(R, 4, is_light);                         \
+    else for (; d < wide; d += LANES) ADD_PART(R, 1, is_light)
+#define ADD_LIGHT(R) ADD_TILE(R, 1)
+#define ADD_HEAVY(R) ADD_TILE(R, 0)
+#define EACH_QUERY(call)                                                        \
+  for (int i = 0; i < count; i += QUERIES)                                      \
+    switch (count - i < QUERIES ? count - i : QUERIES) { EACH_FLOATS(call) }
+
 TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t end, float *y) {
   const int64_t D = a->D, wide = up_to(D, LANES), rep = a->H / a->G, R = end - first;
-  const int64_t seen = up_to(a->num_seen, MOST_LANES), blocks = (a->num_seen + LANES - 1) / LANES;
-  const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D;
-  const int64_t floats = 2 * LANES * wide + R * (2 * wide + seen);
-  void *memory = calloc(floats * sizeof(float) + R * blocks + ALIGNED, 1);
+  const int64_t places = up_to(a->W, TILE), tiles = places / TILE, N = (end - 1) / rep - first / rep + 1;
+  const float *keys = a->key + g * a->S * D, *values = a->value + g * a->S * D, *rows;
+  const int64_t floats = TILE * wide + places + N * places + R * (2 * wide + places);
+  void *memory = malloc(floats * sizeof(float) + R * tiles + ALIGNED);
   if (!memory) return 0;
-  float *turned = (float *)up_to((int64_t)memory, ALIGNED), *copies = turned + LANES * wide;
-  float *queries = copies + LANES * wide, *scores = queries + R * wide;
-  int32_t *sums = (int32_t *)(scores + R * seen);
-  uint8_t *is_read = (uint8_t *)(sums + R * wide);
+  float *copies = (float *)up_to((int64_t)memory, ALIGNED), *queries = copies + TILE * wide;
+  int32_t *sums = (int32_t *)(queries + R * wide);
+  float *norms = (float *)(sums + R * wide), *biases = norms + places, *scores = biases + N * places;
+  uint8_t *is_read = (uint8_t *)(scores + R * places);  // and how, see weigh
+  memset(copies, 0, (TILE + 2 * R) * wide * sizeof *copies);
+  int list[MOST_QUERIES], count;
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;
     memcpy(queries + r * wide, a->query + (n * a->H + h) * D, D * sizeof *queries);
-  }
-  for (int64_t b = 0; b < blocks; b++) {
-    const int32_t *some = a->seen + b * LANES;
-    turn_rows(gathered(keys, some, D, wide, 0, copies), wide, turned);
-    for (int64_t r = 0; r < R; r++) {
-      const float *bias = a->bias + (first + r) / rep * a->W;
-      uint8_t is = 0;
-      for (int j = 0; j < LANES; j++) is |= !(bias[some[j]] <= MASKED);
-      is_read[r * blocks + b] = is;
-      if (!is) continue;
-      VF all = dots(turned, queries + r * wide, wide);
-      memcpy(scores + r * seen + b * LANES, &all, sizeof all);
+    float *bias = biases + (n - first / rep) * places;
+    if (r > 0 && (first + r) % rep) {
+      memcpy(is_read + r * tiles, is_read + (r - 1) * tiles, tiles);
+      continue;
+    }
+    memcpy(bias, a->bias + n * a->W, a->W * sizeof *bias);
+    for (int64_t u = a->W; u < places; u++) bias[u] = MASKED;
+    for (int64_t b = 0; b < tiles; b++) {
+      I is = {0};
+      for (int j = 0; j < TILE; j += LANES) is |= load_f(bias + b * TILE + j) > MASKED;
+      is_read[r * tiles + b] = sum_f((VF)(is & ONE_BITS)) > 0;
     }
   }
-  for (int64_t r = 0; r < R; r++) {  // what a sum's unit is worth takes the query's place
-    queries[r * wide] = weigh(a, (first + r) / rep, g * rep + (first + r) % rep,
-                              a->norms + g * seen, scores + r * seen);
-    if (isnan(queries[r * wide])) memset(is_read + r * blocks, 0, blocks);
+  for (int64_t b = 0; b < tiles; b++) {
+    if (!(count = queries_of(is_read + b, tiles, R, IS_LIGHT, list))) continue;
+    rows = tile_of(a, values, b * TILE, wide, 0, copies);
+    dots(rows, 0, wide, (int[]){0}, norms + b * TILE, 0, 1);
+    rows = tile_of(a, keys, b * TILE, wide, 0, copies);
+    EACH_QUERY(DOTS)
   }
-  for (int64_t b = 0; b < blocks; b++) {
-    const float *norms = a->norms + g * seen + b * LANES;
-    const float *rows = gathered(values, a->seen + b * LANES, D, wide, norms, copies);
-    for (int64_t r = 0; r < R; r++)
-      if (is_read[r * blocks + b])
-        add_values(rows, scores + r * seen + b * LANES, wide, sums + r * wide);
+  for (int64_t r = 0; r < R; r++) {  // what a sum's unit is worth takes the query's place
+    queries[r * wide] = weigh(a, g * rep + (first + r) % rep, biases + ((first + r) / rep - first / rep) * places,
+                              norms, scores + r * places, is_read + r * tiles);
+    if (isnan(queries[r * wide])) memset(is_read + r * tiles, 0, tiles);
+  }
+  for (int64_t b = 0; b < tiles; b++) {
+    float *weights = scores + b * TILE;
+    if (!queries_of(is_read + b, tiles, R, IS_LIGHT | IS_HEAVY, list)) continue;
+    rows = tile_of(a, values, b * TILE, wide, norms, copies);
+    count = queries_of(is_read + b, tiles, R, IS_LIGHT, list);
+    EACH_QUERY(ADD_LIGHT)
+    count = queries_of(is_read + b, tiles, R, IS_HEAVY, list);
+    EACH_QUERY(ADD_HEAVY)
   }
   for (int64_t r = 0; r < R; r++) {
     int64_t n = (first + r) / rep, h = g * rep + (first + r) % rep;

@@ -20,6 +20,11 @@ FUNCTION VF load_f(const float *p) { return _mm256_loadu_ps(p); }
 FUNCTION VF mul_f(VF a, VF b) { return _mm256_mul_ps(a, b); }
 FUNCTION VF add_f(VF a, VF b) { return _mm256_add_ps(a, b); }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
+// Adds neighbours in each part of 16 bytes, those of a first; then such parts.
+FUNCTION VF add_pairs(VF a, VF b) { return _mm256_hadd_ps(a, b); }
+FUNCTION VF add_parts(VF a, VF b) {
+  return add_f(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
 FUNCTION float sum_f(VF a) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -120,8 +125,8 @@ FUNCTION void add_fours(const VI parts[8], VI sums[2]) {
 #include "before.h"
 
 #ifdef AVX_VNNI
-const Instructions avx_vnni = {"avx-vnni", layout, prepare, quantise, multiply, measure, attend};
+const Instructions avx_vnni = {"avx-vnni", layout, prepare, quantise, multiply, attend};
 #else
-const Instructions avx2 = {"avx2", layout, prepare, quantise, multiply, measure, attend};
+const Instructions avx2 = {"avx2", layout, prepare, quantise, multiply, attend};
 #endif
 #endif

@@ -13,6 +13,13 @@ FUNCTION VF load_f(const float *p) { return _mm512_loadu_ps(p); }
 FUNCTION VF mul_f(VF a, VF b) { return _mm512_mul_ps(a, b); }
 FUNCTION VF add_f(VF a, VF b) { return _mm512_add_ps(a, b); }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }
+// Adds neighbours in each part of 16 bytes, those of a first; then such parts.
+FUNCTION VF add_pairs(VF a, VF b) {
+  return add_f(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+}
+FUNCTION VF add_parts(VF a, VF b) {
+  return add_f(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
 FUNCTION float sum_f(VF a) { return _mm512_reduce_add_ps(a); }
 FUNCTION __mmask16 first(long n) { return (__mmask16)((1u << n) - 1); }
 FUNCTION VF first_f(const float *p, long n) { return _mm512_maskz_loadu_ps(first(n), p); }
@@ -101,5 +108,5 @@ FUNCTION void add_fours(const VI parts[16], VI sums[4]) {
 
 #include "before.h"
 
-const Instructions avx512_vnni = {"avx512-vnni", layout, prepare, quantise, multiply, measure, attend};
+const Instructions avx512_vnni = {"avx512-vnni", layout, prepare, quantise, multiply, attend};
 #endif

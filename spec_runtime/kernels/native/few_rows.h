@@ -32,18 +32,14 @@ typedef struct {
   int64_t columns;  // calls of `multiply` begin best at multiples of it
 } Record;
 
-// Attention of N rows over slots of a cache. `seen` lists the slots that some row attends, and is
-// filled up with the first of them to a multiple of MOST_LANES.
-enum { MOST_LANES = 16 };
+// Attention of N rows over slots of a cache, TILE slots at a time.
+enum { TILE = 16, MOST_QUERIES = 48 };
 typedef struct {
   int64_t N, H, G, D, S, W;         // rows, heads, key/value heads, width of a head, slots, a bias's
   const float *query, *key, *value; // f32[N, H, D], f32[G, S, D], f32[G, S, D]
   const float *bias;                // f32[N, W]: below MASKED, a row does not attend this slot
   const float *sinks;               // f32[H] or null
   float scale, softcap;             // no cap: 0
-  const int32_t *seen;
-  int64_t num_seen;
-  float *norms;  // f32[G, up to num_seen]: squares of the lengths of value rows
 } Attention;
 #define MASKED -1e8f
 
@@ -57,10 +53,8 @@ typedef struct {
   // Computes columns [first, end) of y f32[rows, N]; returns 0 if there is no memory.
   int (*multiply)(const Product *, const Record *, const uint8_t *records, int64_t rows,
                   float *y, int64_t first, int64_t end);
-  // Writes the norms of head g from place `first` in `seen` to `end`; `attend` then computes
-  // those of y f32[N, H, D] whose heads read key/value head g, from the row and head
-  // `first` of these, n * H / G + h, to `end`. Both return 0 if there is no memory.
-  int (*measure)(const Attention *, int64_t g, int64_t first, int64_t end);
+  // Computes those of y f32[N, H, D] whose heads read key/value head g, from the row and head
+  // `first` of these, n * H / G + h, to `end`, at most MOST_QUERIES; returns 0 if there is no memory.
   int (*attend)(const Attention *, int64_t g, int64_t first, int64_t end, float *y);
 } Instructions;
 

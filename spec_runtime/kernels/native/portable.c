@@ -31,7 +31,13 @@ FUNCTION VF add_f(VF a, VF b) { return a + b; }
 FUNCTION VF fma_f(VF a, VF b, VF c) { return (VF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #else
 FUNCTION VF fma_f(VF a, VF b, VF c) { return a * b + c; }
+// Of a product that was rounded, the lowest bit is set, see attention.h.
+#define add_term(a, b, c) ((VF)((VI)((a) * (b)) | 1) + (c))
 #endif
+FUNCTION VF add_pairs(VF a, VF b) {  // neighbours, those of a first
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+}
+FUNCTION VF add_parts(VF a, VF b) { return (void)b, a; }  // there is one
 FUNCTION float sum_f(VF a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 FUNCTION VI set_i(int value) { return (VI){value, value, value, value}; }
 FUNCTION VI load_i(const int *p) {
@@ -94,8 +100,8 @@ FUNCTION void untangle(VI a[4]) { (void)a; }
 #include "before.h"
 
 #ifdef NEON
-const Instructions neon = {"neon", layout, prepare, quantise, multiply, measure, attend};
+const Instructions neon = {"neon", layout, prepare, quantise, multiply, attend};
 #else
-const Instructions portable = {"portable", layout, prepare, quantise, multiply, measure, attend};
+const Instructions portable = {"portable", layout, prepare, quantise, multiply, attend};
 #endif
 #endif

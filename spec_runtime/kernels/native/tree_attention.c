@@ -14,7 +14,7 @@
 #include "operator.h"
 
 enum { QUERY, KEY, VALUE, BIAS, SINKS, NEW_KEY, NEW_VALUE, SLOTS, NUM_INPUTS, NUM_OUTPUTS = 3 };
-enum { FEW_SLOTS = 128, FEW_TERMS = 100000, LEAST_TASKS = 8, MOST_QUERIES = 32 };
+enum { FEW_TERMS = 100000, LEAST_TASKS = 8, AT_ONCE = 4 };
 
 typedef struct {
   OrtApi api;
@@ -46,15 +46,6 @@ typedef struct {
   int64_t queries, step, chunks;  // rows and heads that read a key/value head; those of a task; tasks
   int is_short_of_memory;
 } Call;
-
-static void measure_some(void *data, size_t task) {
-  Call *call = data;
-  Attention *a = &call->attention;
-  int64_t parts = (a->num_seen + FEW_SLOTS - 1) / FEW_SLOTS;
-  int64_t first = task % parts * FEW_SLOTS, end = first + FEW_SLOTS;
-  if (!call->instructions->measure(a, task / parts, first, end < a->num_seen ? end : a->num_seen))
-    __atomic_store_n(&call->is_short_of_memory, 1, __ATOMIC_RELAXED);
-}
 
 static void attend_some(void *data, size_t task) {
   Call *call = data;
@@ -136,26 +127,12 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   TRY(ORT(api, KernelContextGetOutput)(context, 0, query, 3, &y));
   TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
   if (a->N == 0 || a->D == 0) return 0;
-  int32_t *seen = calloc(a->W + MOST_LANES, sizeof *seen);
-  if (!seen) return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
-  for (int64_t n = 0; n < a->N; n++)
-    for (int64_t s = 0; s < a->W; s++) seen[s] |= !(a->bias[n * a->W + s] <= MASKED);
-  for (int64_t s = 0; s < a->W; s++)
-    if (seen[s]) seen[a->num_seen++] = (int32_t)s;
-  for (int64_t i = 0; a->num_seen && i < MOST_LANES; i++) seen[a->num_seen + i] = seen[0];
-  a->seen = seen;
   call.queries = a->N * H / a->G;
-  call.step = (call.queries * a->G + LEAST_TASKS - 1) / LEAST_TASKS;
+  call.step = (call.queries * a->G / LEAST_TASKS / AT_ONCE + 1) * AT_ONCE;
   if (call.step > MOST_QUERIES) call.step = MOST_QUERIES;
   call.chunks = (call.queries + call.step - 1) / call.step;
-  int is_small = a->N * H * a->D * a->num_seen < FEW_TERMS;
-  int64_t places = (a->num_seen + MOST_LANES - 1) / MOST_LANES * MOST_LANES;
-  a->norms = malloc((a->G * places + 1) * sizeof *a->norms);
-  if (!a->norms) return free(seen), ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
-  OrtStatus *status = run(api, context, measure_some,
-                          (a->num_seen + FEW_SLOTS - 1) / FEW_SLOTS * a->G, is_small, &call);
-  if (!status) status = run(api, context, attend_some, a->G * call.chunks, is_small, &call);
-  free(seen), free(a->norms);
+  int is_small = a->N * H * a->D * a->W < FEW_TERMS;
+  OrtStatus *status = run(api, context, attend_some, a->G * call.chunks, is_small, &call);
   if (!status && call.is_short_of_memory)
     return ORT(api, CreateStatus)(ORT_FAIL, "got no memory");
   return status;
