@@ -166,14 +166,6 @@ def test_each_tensor_is_stored_once(family: str, tied: bool, exported: Exported)
     assert stored >= distinct - 256 * (2 + 3 * LAYERS)  # norms this small lie in the graph file
 
 
-def test_a_fixed_capacity_has_no_symbolic_slots() -> None:
-    backbone = backbone_of(small("llama"), max_length=32)
-    model = export_backbone(backbone, capacity_symbolic=False)
-    shapes = {value.name: value.shape for value in (*model.graph.inputs, *model.graph.outputs)}
-    assert shapes["kv.0.k"] == shapes["kv.0.k.out"] == [1, 2, 64, HEAD_DIM]
-    assert shapes["mask"] == [1, 1, "N", 64]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_graphs_give_float32(dtype: torch.dtype) -> None:
     backbone = backbone_of(small("llama", tie_word_embeddings=True).to(dtype), taps=(1,))
