@@ -138,7 +138,7 @@ def _write_graphs(
     models: _Models, options: BuildOptions, folder: Path, report: Report
 ) -> bundles.Manifest:
     """Writes all graphs and the tokenizer; returns the manifest without the files' hashes."""
-    writer = GraphWriter(options, folder)
+    writer = GraphWriter(options, folder, models.backbone.config.rows)
     with report.stage("exporting the target"):
         traced = _trace_target(models, options)
         graphs = _write_target(writer, traced)
@@ -164,7 +164,7 @@ def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
         smoothing_texts = [reference.encode(models.tokenizer, text) for text in reference.prompts()]
         texts = [ids[: backbone.config.max_length] for ids in smoothing_texts]
         smooth(backbone, texts, head_only=target.expects_int8(models.source))
-    traced = trace.export_backbone(backbone, capacity_symbolic=options.capacity_symbolic)
+    traced = trace.export_backbone(backbone)
     return add_argmax(traced) if options.is_for_gpu else traced
 
 
@@ -201,7 +201,7 @@ def _write_drafter(
             for role, model in exported.items()
         }
     else:
-        exported = module.export(backbone.config, capacity_symbolic=options.capacity_symbolic)
+        exported = module.export(backbone.config)
         add_banks = partial(
             keep_drafter,
             target=traced_target,

@@ -194,11 +194,6 @@ class BuildOptions:
         return self.device == "cuda"
 
     @property
-    def capacity_symbolic(self) -> bool:
-        """True where graphs leave the number of cache slots open; TensorRT needs it fixed."""
-        return self.backend != "tensorrt"
-
-    @property
     def trained_drafters(self) -> list[str]:
         """The drafters asked for that need trained weights."""
         return [name for name in self.drafters if name not in BUILT_IN]

@@ -21,12 +21,13 @@ TARGET = "target/target.onnx"
 class GraphWriter:
     """Writes the graphs of one build into one folder, each in the form that the options ask for.
 
-    rounding: what quantising has changed in the target's layers.
+    capacity: how many slots its caches have. rounding: what quantising has changed in the target's
+    layers.
     """
 
-    def __init__(self, options: BuildOptions, folder: Path) -> None:
-        self.options, self.folder, self.rounding = options, folder, Rounding()
-        self.attention = options.attention
+    def __init__(self, options: BuildOptions, folder: Path, capacity: int) -> None:
+        self.options, self.folder, self.capacity = options, folder, capacity
+        self.rounding, self.attention = Rounding(), options.attention
 
     def write(
         self,
@@ -60,7 +61,7 @@ class GraphWriter:
         if add_banks is not None and options.has_banks:
             add_banks(model)
         if options.backend == "tensorrt":
-            tensorrt.adapt(model, precision)
+            tensorrt.adapt(model, precision, self.capacity)
         # Beside a target of another precision an int8 drafter is accepted more often so.
         reduce_range = precision != options.target_precision
         rounding = self.rounding if file == TARGET else None

@@ -210,9 +210,7 @@ class Drafter(HeadsDrafter):
     def runtime_config(self) -> dict[str, Any]:
         return self.one_pass_config("features+tokens", 0, self.config.num_heads)
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter", in the contiguous form; stateless with staged = "none".
 
         Its inputs are input_ids i64[1,N], features f32[1,N,F], position_ids, mask, logit_rows
@@ -232,7 +230,6 @@ class Drafter(HeadsDrafter):
             outputs,
             "amphista",
             feature_width=(1 + len(self.config.taps)) * width,
-            capacity_symbolic=capacity_symbolic,
         )
         return {"drafter": graph}
 

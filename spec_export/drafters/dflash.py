@@ -312,9 +312,7 @@ class Drafter(FusedDrafter):
         pairs = ["pair_log_probs"] if self.config.markov_rank else []
         return ["guess_ids", "guess_log_probs", *pairs]
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are input_ids i64[1,N], features f32[1,N,D] (fused taps), position_ids, mask,
@@ -325,7 +323,7 @@ class Drafter(FusedDrafter):
         """
         config = self.cache_config(target)
         graph = _DrafterGraph(self, config)
-        return self.export_graph(graph, config, "dflash", capacity_symbolic, more_outputs=())
+        return self.export_graph(graph, config, "dflash", more_outputs=())
 
 
 class Convolution(nn.Module):

@@ -146,9 +146,7 @@ class Drafter(DrafterBase):
         row_RK = row_RK.clamp(max=R - 1).to(ids.device)
         return ids[:, row_RK], log_probs[:, row_RK]
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form: see `_export`."""
         dims = self.layer_dims
         config = replace(
@@ -160,7 +158,7 @@ class Drafter(DrafterBase):
             taps=(),
             layers=(),
         )
-        return _export(_TrainedGraph(self, config), config, self.head_VD.dtype, capacity_symbolic)
+        return _export(_TrainedGraph(self, config), config, self.head_VD.dtype)
 
 
 class _TrainedGraph(CachedGraph):
@@ -209,13 +207,11 @@ class Pretrained:
         """Returns what the proposer reads: see `spec_runtime/proposers/draft_model.py`."""
         return level_config(self.config)
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form: see `_export`."""
         backbone = self.backbone
         graph = _PretrainedGraph(backbone, self._vocab_size, self.config.top_k)
-        return _export(graph, backbone.config, backbone.dtype, capacity_symbolic)
+        return _export(graph, backbone.config, backbone.dtype)
 
 
 class _PretrainedGraph(nn.Module):
@@ -253,7 +249,7 @@ def require_same_tokens(
 
 
 def _export(
-    graph: nn.Module, config: decoder.DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
+    graph: nn.Module, config: decoder.DecoderConfig, dtype: torch.dtype
 ) -> dict[str, ir.Model]:
     """Returns the graph "drafter" in the contiguous form.
 
@@ -261,7 +257,5 @@ def _export(
     outputs guess_ids i64[M,C], guess_log_probs f32[M,C] and the caches.
     """
     outputs = ["guess_ids", "guess_log_probs"]
-    model = export_cached(
-        graph, config, dtype, outputs, "draft_model", capacity_symbolic=capacity_symbolic
-    )
+    model = export_cached(graph, config, dtype, outputs, "draft_model")
     return {"drafter": model}

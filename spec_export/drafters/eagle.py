@@ -143,9 +143,7 @@ class Drafter(RolloutDrafter):
 
     # ---- export ----------------------------------------------------------------------------------
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are input_ids i64[1,N], features f32[1,N,D], position_ids, mask, logit_rows
@@ -153,7 +151,7 @@ class Drafter(RolloutDrafter):
         f32[M,D] (the predicted features) and the caches.
         """
         config = self.cache_config(target)
-        return self.export_graph(_DrafterGraph(self, config), config, "eagle", capacity_symbolic)
+        return self.export_graph(_DrafterGraph(self, config), config, "eagle")
 
 
 class _DrafterGraph(CachedGraph):

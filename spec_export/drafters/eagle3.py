@@ -144,9 +144,7 @@ class Drafter(FusedDrafter):
 
     # ---- export ----------------------------------------------------------------------------------
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are input_ids i64[1,N], features f32[1,N,D] (fused taps, or the `hidden` of a
@@ -154,7 +152,7 @@ class Drafter(FusedDrafter):
         i64[M,C], guess_log_probs f32[M,C], hidden f32[M,D] and the caches.
         """
         config = self.cache_config(target)
-        return self.export_graph(_DrafterGraph(self, config), config, "eagle3", capacity_symbolic)
+        return self.export_graph(_DrafterGraph(self, config), config, "eagle3")
 
 
 class FirstLayer(DecoderLayer):

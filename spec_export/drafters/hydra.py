@@ -120,16 +120,14 @@ class Drafter(SequentialDrafter):
         graph = _StepNetwork(self)
         return graph.start, graph
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graphs of `SequentialDrafter.export`.
 
         With a prefix layer "start" has a cache, in the contiguous form: input_ids i64[1,N] (unused,
         but every graph with a cache has them), features f32[1,N,D], position_ids, mask, logit_rows
         i64[M], the cache inputs -> state f32[M,W] and the caches.
         """
-        graphs = super().export(target, capacity_symbolic=capacity_symbolic)
+        graphs = super().export(target)
         if self.config.prefix_layer:
             config = replace(target, num_layers=1, taps=(), layers=())
             graphs["start"] = export_cached(
@@ -139,7 +137,6 @@ class Drafter(SequentialDrafter):
                 ["state"],
                 "start",
                 feature_width=self.dims.hidden_size,
-                capacity_symbolic=capacity_symbolic,
             )
         return graphs
 

@@ -504,7 +504,6 @@ def export_cached(
     name: str,
     *,
     feature_width: int = 0,
-    capacity_symbolic: bool = True,
 ) -> ir.Model:
     """Returns a graph with caches of `dtype` for the layers of `config`, in the contiguous form.
 
@@ -512,7 +511,7 @@ def export_cached(
     position_ids, mask, logit_rows i64[M], and the rest of `trace.step_inputs`. The new caches
     follow the `outputs`.
     """
-    inputs = step_inputs(config, dtype, capacity_symbolic)
+    inputs = step_inputs(config, dtype)
     caches = [f"{given.name}.out" for given in inputs if given.name.startswith("kv.")]
     if feature_width:
         features = torch.zeros(1, inputs[0].example.shape[1], feature_width)

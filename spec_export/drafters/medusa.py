@@ -76,9 +76,7 @@ class Drafter(HeadsDrafter):
         """Returns what the manifest says of the drafter."""
         return {"num_guesses": self.config.num_heads, "top_k": self.config.top_k}
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the stateless graph "drafter".
 
         Its input is features f32[1, D] of the last committed position; its outputs are guess_ids

@@ -407,9 +407,7 @@ class Drafter(DrafterBase):
         own |= {"mask_feature": config.mask_feature, "style": config.style}
         return own | ({"mask_reads_token": True} if config.mask_reads_token else {})
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are input_ids i64[1,N], features f32[1,N,F] (not with inputs = "tokens"),
@@ -427,7 +425,6 @@ class Drafter(DrafterBase):
             self.output_names(),
             "parallelspec",
             feature_width=self.num_features * self.dims.hidden_size,
-            capacity_symbolic=capacity_symbolic,
         )
         return {"drafter": graph}
 

@@ -166,9 +166,7 @@ class Drafter(DrafterBase):
         own = self.one_pass_config("tokens", self.config.num_masks, self.config.num_guesses)
         return own | {"first_token": 0}
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are input_ids i64[1,N], position_ids, mask, logit_rows i64[M] and the caches; its
@@ -191,9 +189,7 @@ class Drafter(DrafterBase):
             backbone.embedding, len(self.embed_VD), self.config.mask_token_id
         )
         graph = _DrafterGraph(self, backbone)
-        model = export_cached(
-            graph, config, dtype, outputs, "pard", capacity_symbolic=capacity_symbolic
-        )
+        model = export_cached(graph, config, dtype, outputs, "pard")
         return {"drafter": model}
 
 

@@ -87,9 +87,7 @@ class Drafter(eagle3.Drafter):
         config = self.config
         return self.one_pass_config("features+tokens", config.num_masks, config.num_guesses)
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are input_ids i64[1,N], features f32[1,N,D] (fused taps), position_ids, mask,
@@ -98,7 +96,7 @@ class Drafter(eagle3.Drafter):
         """
         config = self.cache_config(target)
         graph = _DrafterGraph(self, config)
-        return self.export_graph(graph, config, "peagle", capacity_symbolic, more_outputs=())
+        return self.export_graph(graph, config, "peagle", more_outputs=())
 
 
 class _DrafterGraph(CachedGraph):

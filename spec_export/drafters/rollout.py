@@ -122,7 +122,6 @@ class RolloutDrafter(DrafterBase):
         graph: CachedGraph,
         config: decoder.DecoderConfig,
         name: str,
-        capacity_symbolic: bool,
         more_outputs: Sequence[str] = ("hidden",),
     ) -> dict[str, ir.Model]:
         """Returns the graph "drafter". Its outputs are the guesses and `more_outputs`, by default
@@ -137,7 +136,6 @@ class RolloutDrafter(DrafterBase):
             [*self.output_names(), *more_outputs],
             name,
             feature_width=self.dims.hidden_size,
-            capacity_symbolic=capacity_symbolic,
         )
         return {"drafter": model}
 

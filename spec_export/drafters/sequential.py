@@ -168,9 +168,7 @@ class SequentialDrafter(DrafterBase):
         out for running."""
         return self.start, self.step
 
-    def export(
-        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns two stateless graphs.
 
         "start": features f32[1, D] -> state f32[1, W].

@@ -159,9 +159,7 @@ class Drafter(DrafterBase):
         names = ("layers", "head", "num_guesses", "max_width", "top_k")
         return {name: getattr(self.config, name) for name in names}
 
-    def export_from_target(
-        self, backbone: decoder.Backbone, *, capacity_symbolic: bool = True
-    ) -> dict[str, ir.Model]:
+    def export_from_target(self, backbone: decoder.Backbone) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are the backbone's with the caches of E layers; its outputs guess_ids i64[M, C],
@@ -182,7 +180,6 @@ class Drafter(DrafterBase):
             backbone.dtype,
             self.output_names(),
             "skip_layer",
-            capacity_symbolic=capacity_symbolic,
         )
         return {"drafter": graph}
 

@@ -41,17 +41,21 @@ Profile = dict[str, Size]  # by free axis
 # ------------------------------------------------------------------------------- graphs
 
 
-def adapt(model: ir.Model, precision: str) -> ir.Model:
+def adapt(model: ir.Model, precision: str, capacity: int) -> ir.Model:
     """Rewrites a graph of the contiguous form, or without a cache, for TensorRT, in place.
 
-    It gets additive masks. If it was traced in float32, as drafters are, it also gets the type
-    of the precision. Raises UserError for a model with convolutions: such plans were never tried.
+    Its caches get `capacity` slots, which TensorRT needs fixed, and Attention additive masks. If it
+    was traced in float32, as drafters are, it also gets the type of the precision. Raises UserError
+    for a model with convolutions: such plans were never tried.
     """
     if any(value.name == POSITIONS for value in model.graph.inputs):
         raise UnsupportedModelError(
             "got a model with convolution layers and backend tensorrt, expected attention only: "
             "build with --backend onnxruntime"
         )
+    for value in [*model.graph.inputs, *(each for node in model.graph for each in node.outputs)]:
+        if value.shape is not None:
+            value.shape = ir.Shape([capacity if size == "S" else size for size in value.shape])
     return with_additive_masks(narrow(model, precision))
 
 

@@ -181,43 +181,31 @@ def _drop_flat_reshapes(graph: ir.Graph) -> None:
             graph.remove(node, safe=True)
 
 
-def step_inputs(
-    config: DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
-) -> list[GraphInput]:
+def step_inputs(config: DecoderConfig, dtype: torch.dtype) -> list[GraphInput]:
     """Returns the inputs of one step over a cache (contiguous form), in order.
 
-    The target and the drafters with a cache share them. `capacity_symbolic`: see `export_backbone`.
+    The target and the drafters with a cache share them.
     """
     # Sizes that all differ; the tracer would take 0 and 1 for constants.
-    N, M, A = 5, 3, 2
-    S = 16 if capacity_symbolic else config.rows
-    s_axis = {2: "S"} if capacity_symbolic else {}
+    N, M, A, S = 5, 3, 2, 16
     index = torch.zeros(A + N, dtype=torch.int64)
     inputs = [
         GraphInput("input_ids", index[None, :N], {1: "N"}),
         GraphInput("position_ids", index[None, :N], {1: "N"}),
-        GraphInput(
-            "mask",
-            torch.ones(1, 1, N, S, dtype=torch.bool),
-            {2: "N", 3: "S"} if capacity_symbolic else {2: "N"},
-        ),
+        GraphInput("mask", torch.ones(1, 1, N, S, dtype=torch.bool), {2: "N", 3: "S"}),
         GraphInput("logit_rows", index[:M], {0: "M"}),
         GraphInput("write_index", index[:1], {}),
         GraphInput("src", index[:A], {0: "A"}),
         GraphInput("perm", index, {0: "A+N"}),
     ]
     caches = config.empty_caches(S, dtype)
-    return inputs + [GraphInput(name, cache, s_axis) for name, cache in caches.items()]
+    return inputs + [GraphInput(name, cache, {2: "S"}) for name, cache in caches.items()]
 
 
-def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir.Model:
-    """Traces the backbone into its contiguous form, with the names that the runtime expects.
-
-    `capacity_symbolic` leaves the number of cache slots S open, as ONNX Runtime takes it; otherwise
-    S is fixed at max_length + scratch, as TensorRT needs it.
-    """
+def export_backbone(backbone: Backbone) -> ir.Model:
+    """Traces the backbone into its contiguous form, with the names that the runtime expects."""
     config = backbone.config
-    inputs = step_inputs(config, backbone.dtype, capacity_symbolic)
+    inputs = step_inputs(config, backbone.dtype)
     caches = [given.name for given in inputs if given.name.startswith("kv.")]
     outputs = [
         "logits",

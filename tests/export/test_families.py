@@ -507,7 +507,7 @@ def test_an_unknown_family_is_refused_before_torch_is_imported(tmp_path: Path) -
 
 def test_tensorrt_refuses_convolutions() -> None:
     with pytest.raises(UnsupportedModelError, match="convolution layers and backend tensorrt"):
-        adapt(graph_of_all().clone(), "fp16")
+        adapt(graph_of_all().clone(), "fp16", 64)
 
 
 def test_positions_stay_whole_numbers_in_half_precision() -> None:

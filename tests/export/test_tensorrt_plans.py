@@ -47,16 +47,16 @@ HALVES = pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLO
 @pytest.fixture(scope="module")
 def backbone(workshop: Workshop) -> Backbone:
     hf_model, _ = target.load(target.resolve(str(workshop.llama())))
-    return Backbone.from_transformers(hf_model, (), 64)
+    return Backbone.from_transformers(hf_model)
 
 
 def drafter_graphs(workshop: Workshop, backbone: Backbone, name: str) -> dict[str, ir.Model]:
-    """Exports a drafter's graphs in contiguous form, in float32, with a fixed capacity."""
+    """Exports a drafter's graphs in contiguous form, in float32."""
     saved = checkpoint.load_drafter(workshop.drafter(name))
     module = load_module(saved, backbone.config, target.ends(backbone))
     if module.shares_target_cache:
-        return module.export_from_target(backbone, capacity_symbolic=False)
-    return module.export(backbone.config, capacity_symbolic=False)
+        return module.export_from_target(backbone)
+    return module.export(backbone.config)
 
 
 def no_build(*_: Any) -> bytes:
@@ -70,14 +70,17 @@ def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path)
     """Runs two steps over a tree; only the mask's form differs, so float32 agrees to 1e-5."""
     results = []
     for adapted in (False, True):
-        model = trace.export_backbone(backbone, capacity_symbolic=False)
+        model = trace.export_backbone(backbone)
         if adapted:
-            build.adapt(model, "fp32")
+            build.adapt(model, "fp32", backbone.config.rows)
             masks = [node.inputs[3] for node in model.graph if node.op_type == "Attention"]
             assert len(masks) == 2
             assert masks[0] is masks[1]
             assert masks[0] is not None
             assert masks[0].dtype == ir.DataType.FLOAT
+            shapes = {each.name: each.shape for each in (*model.graph.inputs, *model.graph.outputs)}
+            assert shapes["kv.0.k"] == shapes["kv.0.k.out"] == [1, 2, backbone.config.rows, 16]
+            assert shapes["mask"] == [1, 1, "N", backbone.config.rows]
         runner = Runner(model, tmp_path / str(adapted), "contiguous", backbone.config.rows)
         first = runner.step([5, 6, 7, 8], [0, 0, 0, 1])
         runner.cache.commit([0, 2])
@@ -91,11 +94,11 @@ def with_windows(dtype: torch.dtype = torch.float32) -> ir.Model:
     """Traces a target one of whose three layers sees the whole context, in contiguous form."""
     options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     backbone = backbone_of(tiny("qwen2", **options).to(dtype))
-    return trace.export_backbone(backbone, capacity_symbolic=False)
+    return trace.export_backbone(backbone)
 
 
 def test_windows_have_an_additive_mask_of_their_own() -> None:
-    model = build.adapt(with_windows(), "fp32")
+    model = build.adapt(with_windows(), "fp32", 64)
     whole, *windows = [node.inputs[3] for node in model.graph if node.op_type == "Attention"]
     assert windows == windows[:1] * 2 != [whole] * 2
     assert sum(node.op_type == "Where" for node in model.graph) == 2
@@ -142,7 +145,7 @@ def test_half_a_drafter_guesses_as_the_whole_one(
     results = []
     for precision in ("fp32", "fp16"):
         model = drafter_graphs(workshop, backbone, "parallelspec")["drafter"]
-        build.adapt(model, precision)
+        build.adapt(model, precision, backbone.config.rows)
         runner = Runner(model, tmp_path / precision, "contiguous", backbone.config.rows)
         results.append(runner.step([5, 6, 7], [0, 0, 1], outputs, features=features))
     whole, half = results
@@ -222,7 +225,7 @@ def test_a_plans_key_depends_on_all_that_shapes_it(
     assert len(set(keys)) == len(keys)
 
     path = tmp_path / "graph.onnx"
-    trace.save(trace.export_backbone(backbone, capacity_symbolic=False), path)
+    trace.save(trace.export_backbone(backbone), path)
     before, weights = build.hash_graph(path), path.with_suffix(".bin")
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -345,8 +348,8 @@ def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
     wide |= {"num_attention_heads": 16, "num_key_value_heads": 16}
     hf_model, _ = target.load(target.resolve(str(save_llama(tmp_path / "llama", **wide))))
     decoder = Backbone.from_transformers(hf_model.half(), (), 64).eval()
-    model = trace.export_backbone(decoder, capacity_symbolic=False)
-    graph = save_graph(build.adapt(model, "fp16"), "contiguous", tmp_path, "graph.onnx")
+    model = build.adapt(trace.export_backbone(decoder), "fp16", decoder.config.rows)
+    graph = save_graph(model, "contiguous", tmp_path, "graph.onnx")
     profiles = build.profiles_for(graph, 24, 128)
     plan = build.build_plan(rtx, tmp_path / "graph.onnx", graph, profiles, "8.9")
     num_weights = (tmp_path / "graph.bin").stat().st_size
@@ -395,7 +398,7 @@ def test_the_bundle_also_runs_on_onnx_runtime(
 def adapted(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the file of the target's graph, adapted in float32."""
     path = tmp_path_factory.mktemp("adapted") / "graph.onnx"
-    trace.save(build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32"), path)
+    trace.save(build.adapt(trace.export_backbone(backbone), "fp32", backbone.config.rows), path)
     return path
 
 
@@ -486,7 +489,7 @@ def test_the_other_graphs_and_precisions_are_built(
     for role, model in drafter_graphs(workshop, backbone, name).items():
         models[f"{name}-{role}"] = model
     for name, model in models.items():
-        build.adapt(model, precision)
+        build.adapt(model, precision, backbone.config.rows)
         path = tmp_path / f"{name}.onnx"
         trace.save(model, path)
         graph = graph_of(model, "contiguous")

@@ -166,14 +166,6 @@ def test_each_tensor_is_stored_once(family: str, tied: bool, exported: Exported)
     assert stored >= distinct - 256 * (2 + 3 * LAYERS)  # norms this small lie in the graph file
 
 
-def test_a_fixed_capacity_has_no_symbolic_slots() -> None:
-    backbone = backbone_of(small("llama"), max_length=32)
-    model = export_backbone(backbone, capacity_symbolic=False)
-    shapes = {value.name: value.shape for value in (*model.graph.inputs, *model.graph.outputs)}
-    assert shapes["kv.0.k"] == shapes["kv.0.k.out"] == [1, 2, 64, HEAD_DIM]
-    assert shapes["mask"] == [1, 1, "N", 64]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_graphs_give_float32(dtype: torch.dtype) -> None:
     backbone = backbone_of(small("llama", tie_word_embeddings=True).to(dtype), taps=(1,))
@@ -265,10 +257,13 @@ class Word:
 
 
 def test_processes_share_traces_though_their_sets_have_other_orders() -> None:
-    """Weights that are borrowed, and so are buffers, do not tell traces apart by their numbers."""
+    """Weights that are borrowed, and so are buffers, do not tell traces apart by their numbers,
+    nor does it matter whether equal tuples are one."""
     digests = set()
     for places in ((1, 2), (2, 1)):
         module: Any = torch.nn.Linear(3, 3)
+        pair = tuple(sorted(places))
+        module.taps = (pair, tuple(sorted(places)) if digests else pair)
         module.words = {Word(text, place) for text, place in zip("ab", places, strict=True)}
         module.register_buffer("borrowed", torch.rand(3))
         digests.add(_digest(module, (), {}))

@@ -25,7 +25,7 @@ def _content(tensor: Tensor) -> str:
 class _Digester(pickle.Pickler):
     """Pickles what a trace depends on, in the same way in each process: tensors by their content
     and not by their address, weights by neither, for a trace reads their shapes alone, sets in one
-    order, and equal texts alike, whether they are one object or two."""
+    order, and equal texts and tuples alike, whether they are one object or two."""
 
     def __init__(self, file: io.BytesIO, weights: Iterable[Tensor]) -> None:
         super().__init__(file, protocol=5)
@@ -37,6 +37,10 @@ class _Digester(pickle.Pickler):
             return obj.encode()
         if isinstance(obj, set | frozenset):
             return sorted(map(repr, obj))
+        if type(obj) is tuple:
+            return list(obj)
+        if type(obj).__name__ == "GenerationConfig":  # has Python's hash of a text; none is traced
+            return ["generation"]
         if not isinstance(obj, Tensor):
             return None
         content = "" if id(obj) in self.weights else _content(obj)

@@ -3,11 +3,11 @@
 enum { SQUARES = 16 };
 
 INLINE void gate(const float *x, int64_t K, float *to) {
-  const F one = (F){0} + 1;
+  const VF one = (VF){0} + 1;
   for (int64_t k = 0; k < K; k += LANES) {
     const int64_t width = K - k < LANES ? K - k : LANES;
-    F gates = first_f(x + k, width), values = first_f(x + K + k, width);
-    F part = exponential((F)((I)gates | INT32_MIN));
+    VF gates = first_f(x + k, width), values = first_f(x + K + k, width);
+    VF part = exponential((VF)((I)gates | INT32_MIN));
     store_first(to + k, gates * (either(gates > 0, one, part) / (one + part)) * values, width);
   }
 }
@@ -18,9 +18,9 @@ TARGET static void prepare(const Product *p, const float *x, const float *added,
   if (p->is_gated) return gate(x, K, to);
   if (!sum) sum = to;
   for (int64_t k = 0; k < K; k++) sum[k] = added ? x[k] + added[k] : x[k];
-  F parts[SQUARES / LANES] = {0};
+  VF parts[SQUARES / LANES] = {0};
   for (int64_t k = 0; k < K; k += LANES) {
-    F values = first_f(sum + k, K - k < LANES ? K - k : LANES);
+    VF values = first_f(sum + k, K - k < LANES ? K - k : LANES);
     parts[k / LANES % (SQUARES / LANES)] += values * values;
   }
   float squares[SQUARES], total = 0;
