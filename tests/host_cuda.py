@@ -8,7 +8,6 @@ tokens. `install` has sessions on CUDA compute on the CPU, in the order of that 
 """
 
 import ctypes
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -182,11 +181,7 @@ def step_feeds(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str,
 
 
 class HostSession(ort.InferenceSession):  # type: ignore[misc]
-    """A session that computes on the CPU, on the stream of `cuda` if it was opened for CUDA.
-
-    Like ONNX Runtime's own, it takes a graph id of a thread to capture: it runs twice and a third
-    time by the graph, and later runs replay that on the same binding.
-    """
+    """A session that computes on the CPU, on the stream of `cuda` if it was opened for CUDA."""
 
     cuda: HostCuda  # of the subclass that `install` makes
 
@@ -201,7 +196,6 @@ class HostSession(ort.InferenceSession):  # type: ignore[misc]
         self.settings: dict[str, str] | None = None
         if providers == [session.PROVIDERS["cuda"]]:
             self.settings = provider_options[0]
-            self.graphs: dict[tuple[int, str], Any] = {}
             providers, provider_options = [session.PROVIDERS["cpu"]], None
         super().__init__(model, options, providers, provider_options, **more)
 
@@ -219,15 +213,10 @@ class HostSession(ort.InferenceSession):  # type: ignore[misc]
         if self.settings is None:
             super().run_with_iobinding(binding, run_options)
             return
-        graph_id, what = run_options.get_run_config_entry("gpu_graph_id"), "eager"
-        if graph_id != str(session.NO_GRAPH):
-            key = threading.get_ident(), graph_id
-            what = "replayed" if key in self.graphs else "captured"
-            assert self.graphs.setdefault(key, binding) is binding, "replayed on other buffers"
-        self.cuda.counts[what] += 1
+        assert run_options.get_run_config_entry("gpu_graph_id") == session.NO_GRAPH
+        self.cuda.counts["eager"] += self.cuda.recorded is None
         run = super().run_with_iobinding
-        for _ in range(3 if what == "captured" else 1):
-            self.cuda.put(int(self.settings["user_compute_stream"]), lambda: run(binding, None))
+        self.cuda.put(int(self.settings["user_compute_stream"]), lambda: run(binding, None))
 
 
 def install(patch: pytest.MonkeyPatch) -> HostCuda:

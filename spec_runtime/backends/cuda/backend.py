@@ -9,7 +9,7 @@ import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
 from spec_runtime.backends.cuda.captures import free_later
-from spec_runtime.backends.cuda.copies import open_copies
+from spec_runtime.backends.cuda.copies import StreamCopies, open_copies
 from spec_runtime.backends.cuda.device_runs import DeviceRuns
 from spec_runtime.backends.cuda.weights import DeviceWeights
 from spec_runtime.backends.session import (
@@ -48,8 +48,10 @@ class CudaBackend(OrtBackend, DeviceBackend):
         prepare("cuda")
         self.form, self.capacity = graph.form, capacity
         partner = share if banks is None else banks
-        self.copies = open_copies() if partner is None else partner.copies
-        self._weights = DeviceWeights(path, "cuda", self.copies)
+        copies = open_copies() if partner is None else partner.copies
+        assert isinstance(copies, StreamCopies), copies
+        self.copies = copies
+        self._weights = DeviceWeights(path, "cuda", copies)
         options = SessionOptions(
             threads or default_threads(),
             "cuda",
@@ -63,7 +65,7 @@ class CudaBackend(OrtBackend, DeviceBackend):
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}
-        self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
+        self._runs = DeviceRuns(session, graph, capacity, self.buffers, copies)
         # Copies and runs on the way must end before the memory goes.
         weakref.finalize(self, free_later, self._runs.close).atexit = False
 

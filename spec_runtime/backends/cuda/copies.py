@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.cuda.api import Cuda
-from spec_runtime.backends.cuda.captures import no_capture
 from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.errors import DeviceLostError
 
@@ -27,8 +26,7 @@ class Upload:
         """Waits until the last copy is done; `memory` may be written then."""
 
     def start(self) -> None:
-        with no_capture():
-            self._value.update_inplace(self.memory)
+        self._value.update_inplace(self.memory)
 
 
 class Download:
@@ -39,8 +37,7 @@ class Download:
 
     def read(self) -> Sequence[np.ndarray]:
         """Returns the values' content, in arrays that the next `read` may overwrite."""
-        with no_capture():
-            return [value.numpy() for value in self._values]
+        return [value.numpy() for value in self._values]
 
 
 class Copies:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.cuda.bound_run import BoundRun
-from spec_runtime.backends.cuda.captures import no_capture
-from spec_runtime.backends.cuda.copies import Copies, Download
+from spec_runtime.backends.cuda.copies import Download, StreamCopies
 from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.graph_cache import GraphCache
 from spec_runtime.backends.layout import PackedFeeds
@@ -68,7 +67,7 @@ class BoundShape(BoundRun):
         session: Any,
         binding: Any,
         naming: NamingGraph,
-        copies: Copies,
+        copies: StreamCopies,
         feeds: PackedFeeds,
         outputs: dict[str, Any],
     ) -> None:
@@ -104,7 +103,12 @@ class DeviceRuns:
     """
 
     def __init__(
-        self, session: Any, graph: Graph, capacity: int, buffers: Mapping[str, Any], copies: Copies
+        self,
+        session: Any,
+        graph: Graph,
+        capacity: int,
+        buffers: Mapping[str, Any],
+        copies: StreamCopies,
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
@@ -119,7 +123,7 @@ class DeviceRuns:
         self._cuts_masks = is_cut and not self._has_lanes
         self._copies = copies
         self._plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
-        self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs, by_thread=True)
+        self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs)
         self._viewer = Viewer(CUDA)
 
     def run(
@@ -153,9 +157,7 @@ class DeviceRuns:
     def fetch(self, address: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """See device_rows.Memory."""
         self._copies.settle()
-        value = self._viewer.view(address, shape, dtype)
-        with no_capture():
-            array: np.ndarray = value.numpy()
+        array: np.ndarray = self._viewer.view(address, shape, dtype).numpy()
         self.bytes_to_host += array.nbytes
         return array
 

@@ -15,7 +15,7 @@ import numpy as np
 from spec_runtime.backends.base import Rows, Runtime
 from spec_runtime.backends.cuda.bound_run import BoundRun
 from spec_runtime.backends.cuda.captures import free_later
-from spec_runtime.backends.cuda.copies import Copies, Download
+from spec_runtime.backends.cuda.copies import Copies, Download, StreamCopies
 from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.device_runs import MAX_CAPTURED_ROWS
 from spec_runtime.backends.cuda.graph_cache import GraphCache
@@ -42,6 +42,7 @@ class SamplingGraph:
     """
 
     def __init__(self, bundle: Bundle, graph: Graph, copies: Copies, runtime: Runtime) -> None:
+        assert isinstance(copies, StreamCopies), copies
         self.bytes_to_host = 0
         self._bundle, self._graph, self._copies = bundle, graph, copies
         self._runtime = runtime
@@ -80,7 +81,7 @@ class SamplingGraph:
 
     @cached_property
     def _bound(self) -> GraphCache[BoundLogits]:
-        return GraphCache(takes_cuda_graphs(self._session), by_thread=True)
+        return GraphCache(takes_cuda_graphs(self._session))
 
     def _bind(self, names: tuple[str, ...], address: int, shape: tuple[int, ...]) -> BoundLogits:
         binding = self._session.io_binding()
