@@ -404,6 +404,7 @@ class OrtBackend(ABC):
     capacity: int
     buffers: Mapping[str, Any]
     copies: Copies
+    is_warm = True  # or the last run took longer than its next ones will
 
     @abstractmethod
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:

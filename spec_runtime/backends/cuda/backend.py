@@ -77,6 +77,10 @@ class CudaBackend(OrtBackend, DeviceBackend):
     def bytes_to_host(self) -> int:
         return self._runs.bytes_to_host
 
+    @property
+    def is_warm(self) -> bool:
+        return self._runs.is_warm
+
     def has_output(self, name: str) -> bool:
         return name in self._names
 

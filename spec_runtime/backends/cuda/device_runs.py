@@ -149,6 +149,11 @@ class DeviceRuns:
             left[name] = DeviceRows(self, *bound.places[name], num_rows, dtype)
         return fetched, left
 
+    @property
+    def is_warm(self) -> bool:
+        """See GraphCache."""
+        return self._bound.is_warm
+
     def close(self) -> None:
         """Lets the session and its memory go, once all work is done. Nothing runs afterwards."""
         self._copies.settle()
