@@ -22,6 +22,7 @@ from spec_runtime.backends.cuda import backend
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.copies import StreamCopies
 from spec_runtime.loop.kv import Cache
+from spec_runtime.pace import warm_up
 
 CAPABILITY = "8.9"
 CAPTURING, FULL, NO_DEVICE = 900, 2, 35  # cudaError_t
@@ -264,5 +265,6 @@ def install(patch: pytest.MonkeyPatch) -> HostCuda:
     patch.setattr(ort, "InferenceSession", type("HostSession", (HostSession,), {"cuda": cuda}))
     patch.setattr(ort, "get_available_providers", lambda: [*session.PROVIDERS.values()])
     patch.setattr(session, "require_gpu", lambda: None)
+    patch.setattr(warm_up, "capture_shapes", lambda engine: None)  # which takes its time
     patch.setattr(backend, "open_copies", lambda: StreamCopies(Cuda(cuda)))
     return cuda

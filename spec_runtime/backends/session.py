@@ -404,7 +404,11 @@ class OrtBackend(ABC):
     capacity: int
     buffers: Mapping[str, Any]
     copies: Copies
-    is_warm = True  # or the last run took longer than its next ones will
+
+    @property
+    def is_warm(self) -> bool:
+        """Says whether the last run took no longer than others like it will."""
+        return True
 
     @abstractmethod
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:

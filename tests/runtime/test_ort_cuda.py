@@ -27,6 +27,8 @@ from spec_runtime.errors import UserError
 from spec_runtime.loop.kv import Cache, open_cache
 from spec_runtime.loop.proposer import Drafting
 from spec_runtime.loop.target import STRICT_GAPS, TOP, Target
+from spec_runtime.pace import warm_up
+from spec_runtime.pace.warm_up import capture_shapes
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
@@ -339,6 +341,29 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
     few, steps, many, same_steps = replayed
     assert steps == same_steps
     assert 1 - few < 0.6 * (1 - many), "not fewer eager runs"
+
+
+@pytest.mark.parametrize("name", ["parallelspec", "eagle", "none"])
+def test_what_requests_replay_is_captured_while_the_bundle_opens(
+    folders: dict[str, Path],
+    device: HostCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    monkeypatch.setattr(shapes, "MIN_MASK", 128)  # for a context of 256 tokens
+    monkeypatch.setattr(warm_up, "LONG", 100)
+    monkeypatch.setattr(warm_up, "capture_shapes", capture_shapes)
+    with caplog.at_level("INFO", "spec_runtime"):
+        engine = load(folders["fp16"], drafter=name)
+    assert caplog.messages[-1].startswith("captured CUDA graphs in ")
+    assert device.counts["captured"] >= 4
+    device.counts.clear()
+    results = [engine.generate(prompt, **OPTIONS) for prompt in PROMPTS]
+    assert device.counts["launched"] >= sum(result.stats.steps for result in results)
+    assert device.counts["eager"] == device.counts["captured"] == 0
+    on_host = [on_cpu(folders["fp16"], drafter=name).generate(p, **OPTIONS) for p in PROMPTS]
+    assert [each.token_ids for each in results] == [each.token_ids for each in on_host]
 
 
 # ---- masks no wider than they need be ----
