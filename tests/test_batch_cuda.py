@@ -21,7 +21,7 @@ import spec_runtime
 from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_runtime import backends
-from spec_runtime.backends import shapes
+from spec_runtime.backends import GraphRun, shapes
 from spec_runtime.backends.lanes import LanePasses
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.target import LOGITS, Asked, Target, Wants, verify_together
@@ -64,6 +64,23 @@ def test_each_answer_is_the_one_it_gets_by_itself(
         together = engine.generate_many(PROMPTS, parallel=NUM_LANES, **options)
         assert [each.token_ids for each in together] == [each.token_ids for each in alone]
     assert device.bound["mask.lane1"]
+
+
+def test_drafts_of_lanes_are_in_flight_together(fluent_folder: Path, device: HostCuda) -> None:
+    options: Any = {"backend": "cuda", "threads": 1, "lookup": False}
+    engine = spec_runtime.load(fluent_folder, "parallelspec", **options)
+    passes, num_busy = engine.lanes.passes, []
+    assert passes is not None
+    run_drafts = passes.run_drafts
+
+    def noted(runs: Sequence[GraphRun]) -> None:
+        num_busy.append((len(runs), sum(map(bool, device.queues.values()))))
+        run_drafts(runs)
+
+    passes.run_drafts = noted
+    engine.generate_many(PROMPTS, parallel=NUM_LANES, max_new_tokens=24, ignore_eos=True)
+    assert (NUM_LANES, NUM_LANES) in num_busy
+    assert all(busy == num_runs for num_runs, busy in num_busy)
 
 
 def test_the_pace_learns_from_replayed_passes_only(

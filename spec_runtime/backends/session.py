@@ -17,7 +17,7 @@ import numpy as np
 
 from spec_runtime.backends.base import Backend
 from spec_runtime.backends.cuda.captures import capturing
-from spec_runtime.backends.cuda.copies import Copies
+from spec_runtime.backends.cuda.copies import Copies, StreamCopies
 from spec_runtime.backends.cuda.libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
@@ -279,7 +279,7 @@ class NamingGraph:
     memory. Its own kinds of error are not public. Used by `with` around any number of runs.
     """
 
-    def __init__(self, file: str, copies: Copies | None = None) -> None:
+    def __init__(self, file: str, copies: StreamCopies | None = None) -> None:
         self._file, self._copies = file, copies
 
     def __enter__(self) -> None:

@@ -16,7 +16,7 @@ from onnx_text import model_of, session_of
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime.backends import Runtime, open_graph, pad_rows, shapes
+from spec_runtime.backends import DeviceBackend, Runtime, open_graph, pad_rows, shapes
 from spec_runtime.backends.cpu import backend as cpu
 from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.backends.cuda import device_runs
@@ -267,7 +267,7 @@ def test_features_and_states_stay_on_the_device(
 ) -> None:
     """Guesses are those made by way of the host, over several requests of which each goes on from
     the one before."""
-    real, fetched = device_runs.DeviceRuns.run, set()
+    real, fetched = device_runs.DeviceRuns.start, set()
 
     def run(self: Any, feeds: Any, outputs: Any, kept: Any) -> Any:
         fetched.update(outputs)
@@ -279,7 +279,7 @@ def test_features_and_states_stay_on_the_device(
     assert by_host.proposer.wants_features
     assert not banked.proposer.wants_features
     expected, engine = by_host.observed(Watched), banked.observed(Watched)
-    monkeypatch.setattr(device_runs.DeviceRuns, "run", run)
+    monkeypatch.setattr(device_runs.DeviceRuns, "start", run)
     prompt = PROMPTS[0]
     for _ in range(3):
         right, result = (each.generate(prompt, **OPTIONS) for each in (expected, engine))
@@ -320,6 +320,18 @@ def test_a_capture_leaves_all_rows_as_they_are(
             used = np.s_[:, :, :n] if name.startswith("kv.") else np.s_[:n]
             assert np.array_equal(value.numpy()[used], rows[used]), name
     assert device.counts["captured"] > 0
+
+
+def test_a_run_is_started_and_waited_for_apart(folders: dict[str, Path], device: HostCuda) -> None:
+    backend, cache = open_target(folders["fp16"])
+    assert isinstance(backend, DeviceBackend)
+    feeds = step_feeds(cache, [5, 6], [0, 0])
+    expected = backend.run(feeds, ["logits"])["logits"].copy()
+    for _ in range(3):
+        finish = backend.start(feeds, ["logits"])
+        assert device.is_busy
+        assert np.array_equal(finish()["logits"], expected)
+        assert not device.is_busy
 
 
 def test_few_shapes_are_captured_however_wide_the_trees_are(

@@ -1,7 +1,7 @@
 """Opens a graph with ONNX Runtime on CUDA, with all buffers on the device."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,17 @@ class CudaBackend(OrtBackend, DeviceBackend):
         partner = share if banks is None else banks
         copies = open_copies() if partner is None else partner.copies
         assert isinstance(copies, StreamCopies), copies
-        self.copies = copies
+        self.copies, self._cuda = copies, copies.cuda
         self._weights = DeviceWeights(path, "cuda", copies)
         options = SessionOptions(
             threads or default_threads(),
             "cuda",
             has_cuda_graphs,
-            self.copies.settings,
+            copies.settings,
             self._weights.values,
         )
         if partner is None:  # otherwise most buffers are there
-            free_bytes = self.copies.free_bytes
+            free_bytes = copies.cuda.free_bytes
             require_memory(graph, capacity, free_bytes, "memory that is free on the GPU")
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
@@ -71,7 +71,7 @@ class CudaBackend(OrtBackend, DeviceBackend):
 
     @property
     def free_bytes(self) -> int:
-        return self.copies.free_bytes
+        return self._cuda.free_bytes
 
     @property
     def bytes_to_host(self) -> int:
@@ -90,13 +90,20 @@ class CudaBackend(OrtBackend, DeviceBackend):
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run."""
-        return self._runs.run(feeds, outputs, ())[0]
+        return self.start(feeds, outputs)()
+
+    def start(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
+    ) -> Callable[[], dict[str, np.ndarray]]:
+        """See DeviceBackend.start."""
+        finish = self._runs.start(feeds, outputs, ())
+        return lambda: finish()[0]
 
     def run_keeping(
         self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
         """See DeviceBackend.run_keeping."""
-        return self._runs.run(feeds, outputs, kept)
+        return self._runs.start(feeds, outputs, kept)()
 
 
 def open_graph(

@@ -4,9 +4,9 @@ A run copies its feeds there in one piece and brings back the outputs asked for.
 captured as CUDA graphs and replayed.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -126,10 +126,11 @@ class DeviceRuns:
         self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs)
         self._viewer = Viewer(CUDA)
 
-    def run(
+    def start(
         self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
-    ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
-        """Returns `outputs`, copied to the host, and `kept`, left on the device."""
+    ) -> Callable[[], tuple[dict[str, np.ndarray], dict[str, DeviceRows]]]:
+        """Puts a run on the stream. What is returned waits for it, once, and returns `outputs`,
+        copied to the host, and `kept`, left on the device."""
         plan = self._plan(feeds, tuple(outputs), tuple(kept))
         key = id(self.buffers), plan.bound_key
         bound = self._bound.get(key, lambda: self._bind(plan))
@@ -139,6 +140,12 @@ class DeviceRuns:
         rows.write(feeds)
         bound.upload.start()
         self._bound.run(bound)
+        download.start()
+        return partial(self._finish, plan, bound, download)
+
+    def _finish(
+        self, plan: RunPlan, bound: BoundShape, download: Download
+    ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         results, fetched = download.read(), {}
         for (name, num_rows), array in zip(plan.fetched, results, strict=True):
             self.bytes_to_host += array.nbytes
