@@ -21,7 +21,7 @@ from spec_runtime.loop.kv import open_cache
 from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer
 from spec_runtime.loop.target import STRICT_GAPS, SharedPasses, Target
 from spec_runtime.options import Option
-from spec_runtime.pace import first_use
+from spec_runtime.pace import first_use, warm_up
 from spec_runtime.pace import profile as profiles
 from spec_runtime.pace.pacer import Pacer
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
@@ -148,7 +148,11 @@ def load(
     target = _open_target(bundle, options)
     opener = DrafterOpener(bundle, target, tokenizer, options)
     opened = opener.open(drafter, options.lookup)
-    return Engine(target, tokenizer, opened, opener, _kept_bytes(bundle, target, options.kept_mb))
+    kept_bytes = _kept_bytes(bundle, target, options.kept_mb)
+    engine = Engine(target, tokenizer, opened, opener, kept_bytes)
+    if options.has_cuda_graphs and options.engine == "onnxruntime":
+        warm_up.capture_shapes(engine)
+    return engine
 
 
 def _shortened(bundle: bundles.Bundle, context: int | None) -> bundles.Bundle:

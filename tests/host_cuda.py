@@ -8,7 +8,6 @@ tokens. `install` has sessions on CUDA compute on the CPU, in the order of that 
 """
 
 import ctypes
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from spec_runtime.backends.cuda import backend
 from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.copies import StreamCopies
 from spec_runtime.loop.kv import Cache
+from spec_runtime.pace import warm_up
 
 CAPABILITY = "8.9"
 CAPTURING, FULL, NO_DEVICE = 900, 2, 35  # cudaError_t
@@ -182,11 +182,7 @@ def step_feeds(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str,
 
 
 class HostSession(ort.InferenceSession):  # type: ignore[misc]
-    """A session that computes on the CPU, on the stream of `cuda` if it was opened for CUDA.
-
-    Like ONNX Runtime's own, it takes a graph id of a thread to capture: it runs twice and a third
-    time by the graph, and later runs replay that on the same binding.
-    """
+    """A session that computes on the CPU, on the stream of `cuda` if it was opened for CUDA."""
 
     cuda: HostCuda  # of the subclass that `install` makes
 
@@ -201,7 +197,6 @@ class HostSession(ort.InferenceSession):  # type: ignore[misc]
         self.settings: dict[str, str] | None = None
         if providers == [session.PROVIDERS["cuda"]]:
             self.settings = provider_options[0]
-            self.graphs: dict[tuple[int, str], Any] = {}
             providers, provider_options = [session.PROVIDERS["cpu"]], None
         super().__init__(model, options, providers, provider_options, **more)
 
@@ -219,15 +214,10 @@ class HostSession(ort.InferenceSession):  # type: ignore[misc]
         if self.settings is None:
             super().run_with_iobinding(binding, run_options)
             return
-        graph_id, what = run_options.get_run_config_entry("gpu_graph_id"), "eager"
-        if graph_id != str(session.NO_GRAPH):
-            key = threading.get_ident(), graph_id
-            what = "replayed" if key in self.graphs else "captured"
-            assert self.graphs.setdefault(key, binding) is binding, "replayed on other buffers"
-        self.cuda.counts[what] += 1
+        assert run_options.get_run_config_entry("gpu_graph_id") == session.NO_GRAPH
+        self.cuda.counts["eager"] += self.cuda.recorded is None
         run = super().run_with_iobinding
-        for _ in range(3 if what == "captured" else 1):
-            self.cuda.put(int(self.settings["user_compute_stream"]), lambda: run(binding, None))
+        self.cuda.put(int(self.settings["user_compute_stream"]), lambda: run(binding, None))
 
 
 def install(patch: pytest.MonkeyPatch) -> HostCuda:
@@ -275,5 +265,6 @@ def install(patch: pytest.MonkeyPatch) -> HostCuda:
     patch.setattr(ort, "InferenceSession", type("HostSession", (HostSession,), {"cuda": cuda}))
     patch.setattr(ort, "get_available_providers", lambda: [*session.PROVIDERS.values()])
     patch.setattr(session, "require_gpu", lambda: None)
+    patch.setattr(warm_up, "capture_shapes", lambda engine: None)  # which takes its time
     patch.setattr(backend, "open_copies", lambda: StreamCopies(Cuda(cuda)))
     return cuda

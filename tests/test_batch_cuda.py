@@ -21,9 +21,11 @@ import spec_runtime
 from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
 from spec_runtime import backends
-from spec_runtime.backends import shapes
+from spec_runtime.backends import GraphRun, shapes
+from spec_runtime.backends.lanes import LanePasses
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.loop.target import LOGITS, Asked, Target, Wants, verify_together
+from spec_runtime.pace.shared import SharedPace
 from spec_runtime.trees.tree import TokenTree
 
 # One of each kind: a cache, states, no cache, the target's cache; tests/test_batch.py has them all.
@@ -31,7 +33,7 @@ TRAINED = ("parallelspec", "hydra", "medusa", "skip_layer")
 DRAFTERS = (*TRAINED, "prompt_lookup", "none")
 SAMPLING: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5})
 NUM_LANES = 3
-RUNS = ("eager", "captured", "replayed")
+RUNS = ("eager", "captured", "launched")
 # What a lane asks for: a tree; the same with the largest logits; the end of a chunk of a prompt,
 # which is wider than what is captured.
 TREE = TokenTree(np.array([5, 6, 7, 8, 9]), np.array([0, 0, 0, 1, 1]))
@@ -62,6 +64,48 @@ def test_each_answer_is_the_one_it_gets_by_itself(
         together = engine.generate_many(PROMPTS, parallel=NUM_LANES, **options)
         assert [each.token_ids for each in together] == [each.token_ids for each in alone]
     assert device.bound["mask.lane1"]
+
+
+def test_drafts_of_lanes_are_in_flight_together(fluent_folder: Path, device: HostCuda) -> None:
+    options: Any = {"backend": "cuda", "threads": 1, "lookup": False}
+    engine = spec_runtime.load(fluent_folder, "parallelspec", **options)
+    passes, num_busy = engine.lanes.passes, []
+    assert passes is not None
+    run_drafts = passes.run_drafts
+
+    def noted(runs: Sequence[GraphRun]) -> None:
+        num_busy.append((len(runs), sum(map(bool, device.queues.values()))))
+        run_drafts(runs)
+
+    passes.run_drafts = noted
+    engine.generate_many(PROMPTS, parallel=NUM_LANES, max_new_tokens=24, ignore_eos=True)
+    assert (NUM_LANES, NUM_LANES) in num_busy
+    assert all(busy == num_runs for num_runs, busy in num_busy)
+
+
+def test_the_pace_learns_from_replayed_passes_only(
+    fluent_folder: Path, device: HostCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_slow, learnt = [False], []
+    run, add = LanePasses.run, SharedPace.add
+
+    def noted_run(*arguments: Any) -> Any:
+        before = device.counts["eager"] + device.counts["captured"]
+        found = run(*arguments)
+        is_slow.append(device.counts["eager"] + device.counts["captured"] > before)
+        return found
+
+    def noted_add(pace: SharedPace, num_requests: int, *more: Any) -> None:
+        learnt.extend([is_slow[-1]] * (num_requests > 1))
+        add(pace, num_requests, *more)
+
+    monkeypatch.setattr(LanePasses, "run", noted_run)
+    monkeypatch.setattr(SharedPace, "add", noted_add)
+    engine = spec_runtime.load(fluent_folder, "hydra", backend="cuda", threads=1)
+    engine.generate_many(PROMPTS, parallel=NUM_LANES, max_new_tokens=32, ignore_eos=True)
+    assert any(is_slow)
+    assert learnt
+    assert not any(learnt)
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +177,10 @@ def test_a_shared_pass_says_what_each_lanes_own_says(
     seen = capacity if precision == "fp32" else {"a chunk": 128}.get(what, 64)
     masks = zip(device.bound["mask.lane0"], device.bound["mask.lane1"], strict=True)
     for each in masks:  # lanes come in an order of their own
-        assert sorted(each) == [(1, 1, 8 if is_captured else n, seen) for n in own]
+        assert sorted(each) == [(1, 1, 16 if is_captured else n, seen) for n in own]
     kinds = 2 if what == "draws" else 1  # the pass, and the graph of the largest logits
     if is_captured:
-        assert counts == [[kinds, 0, 0], [0, kinds, 0], [0, 0, kinds], [0, 0, kinds]]
+        assert counts == [[kinds, 0, 0], [0, kinds, kinds], [0, 0, kinds], [0, 0, kinds]]
     else:
         assert counts == [[kinds, 0, 0]] * 4
 
@@ -180,9 +224,9 @@ def test_only_ids_come_to_the_host(folders: dict[str, Path], device: HostCuda) -
     first, second = verify_together(passes, targets, ASKED["trees"])
     assert first.argmax_N.shape == (5,)
     assert second.argmax_N.shape == (1,)
-    assert device.counts["bytes down"] - before == 2 * 8 * 8, "eight ids a lane"
+    assert device.counts["bytes down"] - before == 2 * 16 * 8, "sixteen ids a lane"
     first.row(3)
-    assert device.counts["bytes down"] - before == 2 * 8 * 8 + 4 * targets[0].vocab_size
+    assert device.counts["bytes down"] - before == 2 * 16 * 8 + 4 * targets[0].vocab_size
     verify_together(passes, targets, ASKED["trees"])
     with pytest.raises(AssertionError, match="read after the backend's next run"):
         first.row(1)

@@ -21,7 +21,6 @@ from spec_export.graphs.edit import MASKED, GraphEditor, input_at
 from spec_export.graphs.half import narrow
 from spec_export.model.config import POSITIONS
 from spec_runtime.backends.cuda.api import open_cuda
-from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt.api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec, written_name
@@ -33,7 +32,7 @@ from spec_runtime.proposers.rows import CHUNK_ROWS
 ENGINES = "engines"
 # The version of what `build_plan` sets; raise it with every change, so that no old plan is kept.
 SETTINGS = 2
-FEW_ROWS = WIDTHS[1]
+FEW_ROWS = 4
 Size = tuple[int, ...]  # the least, likeliest and largest size of an axis
 Profile = dict[str, Size]  # by free axis
 

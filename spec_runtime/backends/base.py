@@ -5,8 +5,9 @@ A backend runs one graph and owns its KV buffers. It sees arrays by name, never 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ class GraphRun:
     """Holds a run of a graph that somebody waits for, by itself or together with others'.
 
     The caller that runs it sets `results`, which the backend's next run may overwrite, and the
-    `seconds` that the run took.
+    `seconds` that it was waited for.
     """
 
     backend: Backend
@@ -44,12 +45,21 @@ class GraphRun:
     outputs: Sequence[str]
     results: dict[str, np.ndarray] = field(default_factory=dict)
     seconds: float = 0.0
+    _finish: Callable[[], dict[str, np.ndarray]] | None = None
+
+    def start(self) -> None:
+        """Starts it on a device, once, so that it runs while its owner and others go on."""
+        if self._finish is None and isinstance(self.backend, DeviceBackend):
+            begin = time.perf_counter()
+            self._finish = self.backend.start(self.feeds, self.outputs)
+            self.seconds = time.perf_counter() - begin
 
     def run(self) -> None:
-        """Runs it by itself."""
+        """Runs it by itself, or waits for what was started."""
         begin = time.perf_counter()
-        self.results = self.backend.run(self.feeds, self.outputs)
-        self.seconds = time.perf_counter() - begin
+        finish = self._finish
+        self.results = finish() if finish else self.backend.run(self.feeds, self.outputs)
+        self.seconds += time.perf_counter() - begin
 
 
 def run_at_once(runs: Generator[GraphRun, None, T]) -> T:
@@ -110,6 +120,13 @@ class DeviceBackend(ABC):
     @abstractmethod
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run."""
+
+    def start(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
+    ) -> Callable[[], dict[str, np.ndarray]]:
+        """Starts a run, if the backend can; what is returned waits for it and returns what `run`
+        does. No other run of this backend may come in between."""
+        return partial(self.run, feeds, outputs)
 
     @abstractmethod
     def run_keeping(

@@ -61,7 +61,8 @@ class LanePasses:
     A lane is a backend of the target with its own buffers; they share the weights. The graphs, one
     for each number of lanes, are opened by `open`, or when first used, on the first lane's stream.
     `max_lanes` is the most that one pass takes; 1 if the bundle has no such graph. Once `closing`
-    is set, no further graph is opened in advance.
+    is set, no further graph is opened in advance. `is_warm` says that the last pass took no longer
+    than those like it will, as it does while it is captured.
 
     Where CUDA graphs are captured, all lanes' rows are padded to the same of a few widths, so that
     few shapes occur. A pass with a lane of more rows than the widest runs as it is.
@@ -86,6 +87,7 @@ class LanePasses:
             n: known[lanes_name(n)] for n in range(2, MAX_LANES + 1) if lanes_name(n) in known
         }
         self.max_lanes = max(self._graphs, default=1)
+        self.is_warm = True
         self._opened: dict[int, tuple[OrtBackend, RowsReader | None]] = {}
         self._joins = Joins()
         self._opening = {n: threading.Lock() for n in self._graphs}
@@ -123,6 +125,7 @@ class LanePasses:
         wide = [self._widened(feeds[k], wider) for k in order]
         found = _run(backend, sampling, _joined(wide), outputs)
         backend.copies.settle()
+        self.is_warm = backend.is_warm
         axes = {spec.name: spec.shape[0] for spec in self._target.outputs}
         results: dict[int, dict[str, Any]] = {}
         begins = {"N": 0, "M": 0}

@@ -7,6 +7,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.backends.base import Backend
-from spec_runtime.backends.cuda.captures import no_capture
-from spec_runtime.backends.cuda.copies import Copies
+from spec_runtime.backends.cuda.captures import capturing
+from spec_runtime.backends.cuda.copies import Copies, StreamCopies
 from spec_runtime.backends.cuda.libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
@@ -57,7 +58,7 @@ NO_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "bad allocation") 
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
-NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
+NO_GRAPH = "-1"  # the graph id of runs that ONNX Runtime neither captures nor replays
 
 log = logging.getLogger("spec_runtime")
 
@@ -206,7 +207,7 @@ def _open(path: Path, options: SessionOptions, model: bytes | None = None) -> An
     for name, value in options.weights.items():
         chosen.add_initializer(name, value)
     # Without ONNX Runtime's own fallback, which would print and hide the reason.
-    with no_capture():
+    with capturing() if options.device == "cuda" else nullcontext():  # it waits for all streams
         return ort.InferenceSession(
             str(path) if model is None else model,
             chosen,
@@ -278,7 +279,7 @@ class NamingGraph:
     memory. Its own kinds of error are not public. Used by `with` around any number of runs.
     """
 
-    def __init__(self, file: str, copies: Copies | None = None) -> None:
+    def __init__(self, file: str, copies: StreamCopies | None = None) -> None:
         self._file, self._copies = file, copies
 
     def __enter__(self) -> None:
@@ -303,20 +304,17 @@ def require_no_memory_error(what: str, error: Exception) -> None:
 
 
 def takes_cuda_graphs(session: Any) -> bool:
-    """Returns whether a run captures or replays a CUDA graph, unless its options say NO_GRAPH."""
+    """Returns whether all nodes are on the GPU, so that runs can be captured, and it is wanted."""
     options = session.get_provider_options().get(PROVIDERS["cuda"], {})
     return bool(options.get("enable_cuda_graph") == "1")
 
 
-def run_options(graph_id: int, waits: bool = True) -> Any:
-    """Returns the options of a run that captures or replays this graph.
-
-    With `waits` the run returns when its work is done, otherwise when it is queued.
-    """
+@cache
+def run_options() -> Any:
+    """Returns the options of a run that returns when its work is queued."""
     options = ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(graph_id))
-    if not waits:
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    options.add_run_config_entry("gpu_graph_id", NO_GRAPH)
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 
@@ -326,23 +324,21 @@ def run_options(graph_id: int, waits: bool = True) -> Any:
 def empty_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     """Returns an OrtValue whose content is whatever is in memory."""
     kind: Any = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    with no_capture():
-        try:
-            return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
-        except Exception as error:  # ONNX Runtime's own kinds
-            require_no_memory_error(f"for an array of {list(shape)} values", error)
-            raise
+    try:
+        return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
+    except Exception as error:  # ONNX Runtime's own kinds
+        require_no_memory_error(f"for an array of {list(shape)} values", error)
+        raise
 
 
 def zero_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     """Returns an OrtValue of zeros, in memory of its own."""
-    with no_capture():
-        if dtype != "bfloat16":
-            return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0)
-        value = empty_value(shape, dtype, device)
-        zero = np.zeros(shape, np.uint16)
-        value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
-        return value
+    if dtype != "bfloat16":
+        return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0)
+    value = empty_value(shape, dtype, device)
+    zero = np.zeros(shape, np.uint16)
+    value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
+    return value
 
 
 # A graph of one Identity from x to y, as ONNX writes it.
@@ -408,6 +404,11 @@ class OrtBackend(ABC):
     capacity: int
     buffers: Mapping[str, Any]
     copies: Copies
+
+    @property
+    def is_warm(self) -> bool:
+        """Says whether the last run took no longer than others like it will."""
+        return True
 
     @abstractmethod
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:

@@ -316,7 +316,9 @@ class Batch:
         found = verify_together(self._passes, [lane.decoding.target for lane in lanes], asked)
         seconds = time.perf_counter() - begin
         rows = sum(each.tree.num_nodes for each in asked)
-        if not prompt_rows:
+        if self._passes is not None and len(lanes) > 1 and not self._passes.is_warm:
+            pass  # it ran eagerly, or was captured, and says nothing of later ones
+        elif not prompt_rows:
             self._pace.add(len(lanes), rows, seconds)
         else:
             of_trees = float(self._pace.line(len(lanes)).seconds(rows - prompt_rows))

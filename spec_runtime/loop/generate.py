@@ -82,7 +82,9 @@ def draft(
         for decoding, proposing in drafting.items():
             begin = time.perf_counter()
             try:
-                runs[decoding] = next(proposing)
+                run = next(proposing)
+                run.start()  # beside the others'
+                runs[decoding] = run
             except StopIteration as end:
                 asked[decoding] = end.value
             except Interrupted:

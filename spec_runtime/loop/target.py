@@ -370,10 +370,12 @@ class Asked(NamedTuple):
 class SharedPasses(Protocol):
     """Runs one pass for several targets, see backends.lanes.LanePasses; at most `max_lanes`.
 
-    `run_drafts` runs what several drafters wait for.
+    `run_drafts` runs what several drafters wait for. `is_warm` says whether the last pass took no
+    longer than others like it.
     """
 
     max_lanes: int
+    is_warm: bool
     run_drafts: Callable[[Sequence[GraphRun]], None]
     closing: threading.Event
 

@@ -1,17 +1,23 @@
 """Sets what runs bring to the host to zero, once it is imported: nothing computes it there."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from spec_runtime.backends.cuda.backend import CudaBackend
+from spec_runtime.backends.cuda.sampling_graph import SamplingGraph
 
-_run, _run_keeping = CudaBackend.run, CudaBackend.run_keeping
+_start, _run_keeping, _sample = CudaBackend.start, CudaBackend.run_keeping, SamplingGraph.run
 
 
 def _zeros(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.zeros_like(array) for name, array in outputs.items()}
+
+
+def _starting(*arguments: Any) -> Callable[[], dict[str, np.ndarray]]:
+    finish = _start(*arguments)
+    return lambda: _zeros(finish())
 
 
 def _keeping(*arguments: Any) -> Any:
@@ -19,5 +25,10 @@ def _keeping(*arguments: Any) -> Any:
     return _zeros(outputs), kept
 
 
-setattr(CudaBackend, "run", lambda *arguments: _zeros(_run(*arguments)))  # noqa: B010
+def _sampling(*arguments: Any) -> list[np.ndarray]:
+    return [np.zeros_like(array) for array in _sample(*arguments)]
+
+
+setattr(CudaBackend, "start", _starting)  # noqa: B010
 setattr(CudaBackend, "run_keeping", _keeping)  # noqa: B010
+setattr(SamplingGraph, "run", _sampling)  # noqa: B010

@@ -688,6 +688,7 @@ class TimedPasses:
     """Runs passes of several toy lanes, each of which takes 40 ms and 1 ms for each row."""
 
     max_lanes = most_open = 4
+    is_warm = True
 
     def __init__(self, clock: FakeClock) -> None:
         self.run_drafts: Callable[[Sequence[GraphRun]], None] = run_each

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from host_cuda import HostCuda
 from onnx_text import model_of
 from small import small_manifest
 
@@ -14,8 +15,9 @@ from spec_runtime import backends
 from spec_runtime.backends import session
 from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.backends.cuda import backend as cuda
+from spec_runtime.backends.cuda.api import Cuda
 from spec_runtime.backends.cuda.backend import CudaBackend
-from spec_runtime.backends.cuda.copies import Copies
+from spec_runtime.backends.cuda.copies import StreamCopies
 from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
 from spec_runtime.errors import UserError
 
@@ -213,7 +215,7 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     # as onnxruntime-gpu does where its provider cannot be loaded: the session is on the CPU
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(session, "require_gpu", lambda: None)
-    monkeypatch.setattr(cuda, "open_copies", Copies)
+    monkeypatch.setattr(cuda, "open_copies", lambda: StreamCopies(Cuda(HostCuda())))
     monkeypatch.setattr(ort, "set_default_logger_severity", lambda level: None)
     with pytest.raises(UserError, match=r"did not load its CUDAExecutionProvider, though"):
         CudaBackend(path, GRAPH, S)

@@ -16,7 +16,7 @@ from onnx_text import model_of, session_of
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime.backends import Runtime, open_graph, pad_rows, shapes
+from spec_runtime.backends import DeviceBackend, Runtime, open_graph, pad_rows, shapes
 from spec_runtime.backends.cpu import backend as cpu
 from spec_runtime.backends.cpu.backend import CpuBackend
 from spec_runtime.backends.cuda import device_runs
@@ -27,6 +27,8 @@ from spec_runtime.errors import UserError
 from spec_runtime.loop.kv import Cache, open_cache
 from spec_runtime.loop.proposer import Drafting
 from spec_runtime.loop.target import STRICT_GAPS, TOP, Target
+from spec_runtime.pace import warm_up
+from spec_runtime.pace.warm_up import capture_shapes
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
@@ -99,9 +101,9 @@ def test_it_generates_what_the_cpu_generates(
     widths = {shape[3] for shape in device.bound["mask"]}
     assert len(widths) > 1 if precision == "fp16" else widths == {256 + 128}
     if cuda_graphs:
-        assert device.counts["replayed"] > device.counts["captured"] > 0
+        assert device.counts["launched"] > device.counts["captured"] > 0
     else:
-        assert device.counts["replayed"] == device.counts["captured"] == 0
+        assert device.counts["launched"] == device.counts["captured"] == 0
 
 
 def test_a_bundle_for_cuda_runs_on_the_cpu(
@@ -265,7 +267,7 @@ def test_features_and_states_stay_on_the_device(
 ) -> None:
     """Guesses are those made by way of the host, over several requests of which each goes on from
     the one before."""
-    real, fetched = device_runs.DeviceRuns.run, set()
+    real, fetched = device_runs.DeviceRuns.start, set()
 
     def run(self: Any, feeds: Any, outputs: Any, kept: Any) -> Any:
         fetched.update(outputs)
@@ -277,7 +279,7 @@ def test_features_and_states_stay_on_the_device(
     assert by_host.proposer.wants_features
     assert not banked.proposer.wants_features
     expected, engine = by_host.observed(Watched), banked.observed(Watched)
-    monkeypatch.setattr(device_runs.DeviceRuns, "run", run)
+    monkeypatch.setattr(device_runs.DeviceRuns, "start", run)
     prompt = PROMPTS[0]
     for _ in range(3):
         right, result = (each.generate(prompt, **OPTIONS) for each in (expected, engine))
@@ -298,7 +300,7 @@ def test_features_and_states_stay_on_the_device(
 def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: HostCuda, precision: str
 ) -> None:
-    """ONNX Runtime runs the graph three times then, and padding rows must not be anything new."""
+    """Nothing runs meanwhile, and padding rows must not be anything new."""
     captured = open_target(folders[precision])
     eager = open_target(folders[precision], cuda_graphs=False)
     rng = np.random.default_rng(0)
@@ -320,6 +322,18 @@ def test_a_capture_leaves_all_rows_as_they_are(
     assert device.counts["captured"] > 0
 
 
+def test_a_run_is_started_and_waited_for_apart(folders: dict[str, Path], device: HostCuda) -> None:
+    backend, cache = open_target(folders["fp16"])
+    assert isinstance(backend, DeviceBackend)
+    feeds = step_feeds(cache, [5, 6], [0, 0])
+    expected = backend.run(feeds, ["logits"])["logits"].copy()
+    for _ in range(3):
+        finish = backend.start(feeds, ["logits"])
+        assert device.is_busy
+        assert np.array_equal(finish()["logits"], expected)
+        assert not device.is_busy
+
+
 def test_few_shapes_are_captured_however_wide_the_trees_are(
     folders: dict[str, Path], device: HostCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +345,7 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
         device.counts.clear()
         engine = load(folders["fp16"], drafter="eagle")
         results = [engine.generate(prompt, **OPTIONS) for prompt in PROMPTS]
-        replays, eager = device.counts["replayed"], device.counts["eager"]
+        replays, eager = device.counts["launched"], device.counts["eager"]
         replayed.append(replays / (replays + eager))
         rows = {shape[1] for shape in device.bound["input_ids"]}
         assert {n for n in rows if n <= 64} <= set(widths)
@@ -339,6 +353,29 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
     few, steps, many, same_steps = replayed
     assert steps == same_steps
     assert 1 - few < 0.6 * (1 - many), "not fewer eager runs"
+
+
+@pytest.mark.parametrize("name", ["parallelspec", "eagle", "none"])
+def test_what_requests_replay_is_captured_while_the_bundle_opens(
+    folders: dict[str, Path],
+    device: HostCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    monkeypatch.setattr(shapes, "MIN_MASK", 128)  # for a context of 256 tokens
+    monkeypatch.setattr(warm_up, "LONG", 100)
+    monkeypatch.setattr(warm_up, "capture_shapes", capture_shapes)
+    with caplog.at_level("INFO", "spec_runtime"):
+        engine = load(folders["fp16"], drafter=name)
+    assert caplog.messages[-1].startswith("captured CUDA graphs in ")
+    assert device.counts["captured"] >= 4
+    device.counts.clear()
+    results = [engine.generate(prompt, **OPTIONS) for prompt in PROMPTS]
+    assert device.counts["launched"] >= sum(result.stats.steps for result in results)
+    assert device.counts["eager"] == device.counts["captured"] == 0
+    on_host = [on_cpu(folders["fp16"], drafter=name).generate(p, **OPTIONS) for p in PROMPTS]
+    assert [each.token_ids for each in results] == [each.token_ids for each in on_host]
 
 
 # ---- masks no wider than they need be ----

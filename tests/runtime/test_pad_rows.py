@@ -112,11 +112,11 @@ def test_the_example() -> None:
     feeds, sizes = feeds_of(graph, cache, chain_parents(5))
     assert (feeds["src"].tolist(), feeds["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5])
     got, _ = pad_rows(graph, feeds, sizes, CAPACITY)
-    assert (got["src"].tolist(), got["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5, 6, 7, 8])
+    assert (got["src"].tolist(), got["perm"].tolist()) == ([9], [*range(17)])
     two = feeds | {"src": np.array([9, 11]), "perm": np.arange(7)}
     moved, _ = pad_rows(graph, two, sizes | {"A": 2, "A+N": 7}, CAPACITY)
-    assert moved["src"].tolist() == [9, 11, 11, 11]
-    assert moved["perm"].tolist() == [0, 1, 4, 5, 6, 7, 8, 2, 3, 9, 10, 11]
+    assert moved["src"].tolist() == [9, *[11] * 15]
+    assert moved["perm"].tolist() == [0, 1, *range(16, 21), *range(2, 16), *range(21, 32)]
 
 
 @forms
@@ -127,7 +127,7 @@ def test_what_has_no_room_stays_as_it_is(form: str, attention: str) -> None:
     feeds, sizes = feeds_of(graph, cache, chain_parents(5))
     got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
     fits = form == "slots"  # the same slots again
-    assert wider["N"] == (8 if fits else 5)
+    assert wider["N"] == (16 if fits else 5)
     assert fits or all((got[name] == feeds[name]).all() for name in feeds)
     _, wider = pad_rows(graph, feeds, sizes, CAPACITY, {"N": 6, "M": 8})
     assert wider["N"] == 5
@@ -140,5 +140,5 @@ def test_a_graph_without_a_cache() -> None:
     graph = Graph("g.onnx", "stateless", inputs, ())
     feeds = {"state": np.arange(6.0).reshape(2, 3), "level": np.array([2])}
     got, wider = pad_rows(graph, feeds, {"N": 2}, 1)
-    assert got["state"].tolist() == [[0, 1, 2], [3, 4, 5], [3, 4, 5], [3, 4, 5]]
-    assert (got["level"].tolist(), wider) == ([2], {"N": 4})
+    assert got["state"].tolist() == [[0, 1, 2], *[[3, 4, 5]] * 15]
+    assert (got["level"].tolist(), wider) == ([2], {"N": 16})

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from spec_runtime.backends.cuda.captures import free_later, no_capture
+from spec_runtime.backends.cuda.captures import free_later
 from spec_runtime.errors import DeviceLostError, OutOfMemoryError, UserError
 from spec_runtime.files.installed import install, program
 
@@ -55,8 +55,7 @@ class Cuda:
     @property
     def free_bytes(self) -> int:
         """Returns how much of the device's memory nobody has."""
-        with no_capture():
-            return int(self._call("cudaMemGetInfo"))
+        return int(self._call("cudaMemGetInfo"))
 
     @classmethod
     def open(cls) -> Cuda:
@@ -72,8 +71,7 @@ class Cuda:
 
     def malloc(self, nbytes: int) -> int:
         """Allocates device memory and returns its address."""
-        with no_capture():
-            return int(self._call("cudaMalloc", nbytes))
+        return int(self._call("cudaMalloc", nbytes))
 
     def free(self, address: int) -> None:
         """Frees device memory, once no thread captures."""
@@ -81,8 +79,7 @@ class Cuda:
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Returns pinned host memory i8[nbytes], freed with the last view of it."""
-        with no_capture():
-            address = int(self._call("cudaMallocHost", nbytes))
+        address = int(self._call("cudaMallocHost", nbytes))
         memory = (ctypes.c_byte * nbytes).from_address(address)
         weakref.finalize(memory, free_later, partial(self._call, "cudaFreeHost", address))
         return np.ctypeslib.as_array(memory)
@@ -102,8 +99,7 @@ class Cuda:
 
     def wait(self) -> None:
         """Waits until everything on the stream is done."""
-        with no_capture():
-            (error,) = self._synchronize(self._stream)
+        (error,) = self._synchronize(self._stream)
         if int(error):
             self._fail("cudaStreamSynchronize", error)
 

@@ -1,7 +1,7 @@
 """Opens a graph with ONNX Runtime on CUDA, with all buffers on the device."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
 from spec_runtime.backends.cuda.captures import free_later
-from spec_runtime.backends.cuda.copies import open_copies
+from spec_runtime.backends.cuda.copies import StreamCopies, open_copies
 from spec_runtime.backends.cuda.device_runs import DeviceRuns
 from spec_runtime.backends.cuda.weights import DeviceWeights
 from spec_runtime.backends.session import (
@@ -48,32 +48,38 @@ class CudaBackend(OrtBackend, DeviceBackend):
         prepare("cuda")
         self.form, self.capacity = graph.form, capacity
         partner = share if banks is None else banks
-        self.copies = open_copies() if partner is None else partner.copies
-        self._weights = DeviceWeights(path, "cuda", self.copies)
+        copies = open_copies() if partner is None else partner.copies
+        assert isinstance(copies, StreamCopies), copies
+        self.copies, self._cuda = copies, copies.cuda
+        self._weights = DeviceWeights(path, "cuda", copies)
         options = SessionOptions(
             threads or default_threads(),
             "cuda",
             has_cuda_graphs,
-            self.copies.settings,
+            copies.settings,
             self._weights.values,
         )
         if partner is None:  # otherwise most buffers are there
-            free_bytes = self.copies.free_bytes
+            free_bytes = copies.cuda.free_bytes
             require_memory(graph, capacity, free_bytes, "memory that is free on the GPU")
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}
-        self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
+        self._runs = DeviceRuns(session, graph, capacity, self.buffers, copies)
         # Copies and runs on the way must end before the memory goes.
         weakref.finalize(self, free_later, self._runs.close).atexit = False
 
     @property
     def free_bytes(self) -> int:
-        return self.copies.free_bytes
+        return self._cuda.free_bytes
 
     @property
     def bytes_to_host(self) -> int:
         return self._runs.bytes_to_host
+
+    @property
+    def is_warm(self) -> bool:
+        return self._runs.is_warm
 
     def has_output(self, name: str) -> bool:
         return name in self._names
@@ -84,13 +90,20 @@ class CudaBackend(OrtBackend, DeviceBackend):
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run."""
-        return self._runs.run(feeds, outputs, ())[0]
+        return self.start(feeds, outputs)()
+
+    def start(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
+    ) -> Callable[[], dict[str, np.ndarray]]:
+        """See DeviceBackend.start."""
+        finish = self._runs.start(feeds, outputs, ())
+        return lambda: finish()[0]
 
     def run_keeping(
         self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
         """See DeviceBackend.run_keeping."""
-        return self._runs.run(feeds, outputs, kept)
+        return self._runs.start(feeds, outputs, kept)()
 
 
 def open_graph(

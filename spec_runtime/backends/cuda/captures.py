@@ -1,68 +1,36 @@
-"""Keeps captures of CUDA graphs apart from other threads' calls that would break them.
+"""Keeps captures of CUDA graphs apart from what would break them.
 
-ONNX Runtime captures in CUDA's global mode: meanwhile no thread may allocate, free, open a session
-or wait for a stream. Such calls are made inside `no_capture`, a capture inside `capturing`, and
-what finalizers free goes through `free_later`.
-
-Each thread has a lock of its own, so that calls of several threads do not wait for each other: a
-thread that waits for its stream holds only its own lock. A capture takes the locks of all threads.
-Nothing deadlocks: a call holds no lock but its thread's, and a capture never begins inside
-`no_capture`. A finalizer may run at any moment in any thread, and therefore never waits.
+We capture in CUDA's thread-local mode: other threads may allocate and copy meanwhile, but none may
+wait for the whole device, as ONNX Runtime does when it opens or closes a session, and the thread
+that captures may not free. What finalizers free, at any moment in any thread, goes through
+`free_later`.
 """
 
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 log = logging.getLogger("spec_runtime")
 
-_turn = threading.Lock()  # held by whoever captures, and by whoever frees
-_registry = threading.Lock()  # held while a thread's lock is added, and during a capture
-_locks: weakref.WeakSet[Any] = weakref.WeakSet()  # of all threads alive
+_turn = threading.Lock()  # held by whoever captures, opens a session, or frees
 _unfreed: deque[Callable[[], None]] = deque()
-
-
-class _OwnLock(threading.local):
-    """The lock of one thread, reentrant."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        with _registry:
-            _locks.add(self.lock)
-
-
-_own = _OwnLock()
-
-
-def no_capture() -> Any:
-    """Returns a context manager inside which no other thread captures.
-
-    Blocks of several threads run at the same time, and a thread may nest them.
-    """
-    return _own.lock
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Waits until all threads have left `no_capture`, and keeps them out while the block runs.
-
-    Must not be entered inside `no_capture`.
-    """
+    """Has other threads' such blocks and all of `free_later` wait while this one captures, or opens
+    a session."""
     try:
-        with _turn, _registry, ExitStack() as held:
-            for lock in list(_locks):
-                held.enter_context(lock)
+        with _turn:
             yield
     finally:
         _free()
 
 
 def free_later(free: Callable[[], None]) -> None:
-    """Calls `free` at once, or if a thread captures, when it is done. Never waits for a capture."""
+    """Calls `free` at once, or after `capturing` if that is going on. Never waits for it."""
     _unfreed.append(free)
     _free()
 

@@ -1,13 +1,13 @@
 """Copies between the host and ONNX Runtime's values on a device."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from spec_runtime.backends.cuda.api import Cuda
-from spec_runtime.backends.cuda.captures import no_capture
-from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.errors import DeviceLostError
 
 # ONNX Runtime's names of the types that are fetched.
@@ -17,59 +17,8 @@ TYPES = {
 }
 
 
-class Upload:
-    """Copies `memory` u8[nbytes] on the host to one value of that size, whenever it is started."""
-
-    def __init__(self, memory: np.ndarray, value: Any) -> None:
-        self.memory, self._value = memory, value
-
-    def claim(self) -> None:
-        """Waits until the last copy is done; `memory` may be written then."""
-
-    def start(self) -> None:
-        with no_capture():
-            self._value.update_inplace(self.memory)
-
-
-class Download:
-    """Copies the same values to the host, whenever it is read."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = values
-
-    def read(self) -> Sequence[np.ndarray]:
-        """Returns the values' content, in arrays that the next `read` may overwrite."""
-        with no_capture():
-            return [value.numpy() for value in self._values]
-
-
 class Copies:
-    """Copies on the CPU, by ONNX Runtime's own calls, each of which waits until it is done."""
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Returns provider options for the sessions that compute on these values."""
-        return {}
-
-    @property
-    def free_bytes(self) -> int:
-        """Returns how much memory there is for buffers."""
-        return available_bytes()
-
-    def require_device(self) -> None:
-        """Raises DeviceLostError if no call can succeed any more."""
-
-    def host(self, nbytes: int) -> np.ndarray:
-        """Returns memory u8[nbytes] to send from."""
-        return np.zeros(nbytes, np.uint8)
-
-    def upload(self, memory: np.ndarray, value: Any) -> Upload:
-        """Returns what copies `memory`, which came from `host`, to the value of the same size."""
-        return Upload(memory, value)
-
-    def download(self, values: Sequence[Any]) -> Download:
-        """Returns what copies these values to the host."""
-        return Download(values)
+    """Says when what was sent and run is done: on the CPU at once, where nothing is copied."""
 
     def settle(self) -> None:
         """Waits until everything that was sent and run is done."""
@@ -89,13 +38,11 @@ class StreamCopies(Copies):
 
     @property
     def settings(self) -> dict[str, str]:
+        """Returns provider options for the sessions that compute on these values."""
         return {"user_compute_stream": str(self.cuda.stream)}
 
-    @property
-    def free_bytes(self) -> int:
-        return self.cuda.free_bytes
-
     def require_device(self) -> None:
+        """Raises DeviceLostError if no call can succeed any more."""
         try:
             self.cuda.wait()
         except DeviceLostError:
@@ -104,13 +51,16 @@ class StreamCopies(Copies):
             pass
 
     def host(self, nbytes: int) -> np.ndarray:
+        """Returns memory u8[nbytes] to send from."""
         return self.cuda.pinned(nbytes).view(np.uint8)
 
     def upload(self, memory: np.ndarray, value: Any) -> Upload:
-        return StreamUpload(self, memory, value)
+        """Returns what copies `memory`, which came from `host`, to the value of the same size."""
+        return Upload(self, memory, value)
 
     def download(self, values: Sequence[Any]) -> Download:
-        return StreamDownload(self, values)
+        """Returns what copies these values to the host."""
+        return Download(self, values)
 
     def settle(self) -> None:
         if not self.is_idle:
@@ -119,16 +69,20 @@ class StreamCopies(Copies):
             self.is_idle = True
 
 
-class StreamUpload(Upload):
-    """Puts the copy on the stream; it reads `memory` until somebody waits for the stream."""
+class Upload:
+    """Copies `memory` u8[nbytes] on the host to one value of that size, whenever it is started.
+
+    The copy is put on the stream; it reads `memory` until somebody waits for the stream.
+    """
 
     def __init__(self, copies: StreamCopies, memory: np.ndarray, value: Any) -> None:
-        super().__init__(memory, value)
-        self._copies = copies
+        self.memory, self._copies = memory, copies
+        self._value = value  # whose memory has to live as long
         self._copy = value.data_ptr(), memory.ctypes.data, memory.nbytes
         self._begun = -1  # how often had been waited when the last copy was put on the stream
 
     def claim(self) -> None:
+        """Waits until the last copy is done; `memory` may be written then."""
         if self._begun == self._copies.num_waits:
             self._copies.settle()
 
@@ -139,25 +93,29 @@ class StreamUpload(Upload):
         self._begun = copies.num_waits
 
 
-class StreamDownload(Download):
-    """Lands in pinned memory of its own, once everything on the stream is done."""
+class Download:
+    """Copies the same values to pinned memory of its own, whenever it is started and read."""
 
     def __init__(self, copies: StreamCopies, values: Sequence[Any]) -> None:
-        super().__init__(values)
         self._copies = copies
+        self._values = values  # whose memory has to live as long
         self._arrays = [_landing(copies, value) for value in values]
         self._each = [
             (array.ctypes.data, value.data_ptr(), array.nbytes)
             for array, value in zip(self._arrays, values, strict=True)
         ]
 
+    def start(self) -> None:
+        """Puts the copies on the stream."""
+        for copy in self._each:
+            self._copies.cuda.to_host(*copy)
+            self._copies.is_idle = False
+
     def read(self) -> Sequence[np.ndarray]:
+        """Waits for the copies; returns the values' content, in arrays that the next ones
+        overwrite."""
         if self._each:
-            copies = self._copies
-            for copy in self._each:
-                copies.cuda.to_host(*copy)
-            copies.is_idle = False
-            copies.settle()
+            self._copies.settle()
         return self._arrays
 
 

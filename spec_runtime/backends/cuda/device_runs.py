@@ -4,16 +4,15 @@ A run copies its feeds there in one piece and brings back the outputs asked for.
 captured as CUDA graphs and replayed.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from spec_runtime.backends.cuda.bound_run import BoundRun
-from spec_runtime.backends.cuda.captures import no_capture
-from spec_runtime.backends.cuda.copies import Copies, Download
+from spec_runtime.backends.cuda.copies import Download, StreamCopies
 from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.graph_cache import GraphCache
 from spec_runtime.backends.layout import PackedFeeds
@@ -68,7 +67,7 @@ class BoundShape(BoundRun):
         session: Any,
         binding: Any,
         naming: NamingGraph,
-        copies: Copies,
+        copies: StreamCopies,
         feeds: PackedFeeds,
         outputs: dict[str, Any],
     ) -> None:
@@ -104,7 +103,12 @@ class DeviceRuns:
     """
 
     def __init__(
-        self, session: Any, graph: Graph, capacity: int, buffers: Mapping[str, Any], copies: Copies
+        self,
+        session: Any,
+        graph: Graph,
+        capacity: int,
+        buffers: Mapping[str, Any],
+        copies: StreamCopies,
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
@@ -119,13 +123,14 @@ class DeviceRuns:
         self._cuts_masks = is_cut and not self._has_lanes
         self._copies = copies
         self._plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
-        self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs, by_thread=True)
+        self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs)
         self._viewer = Viewer(CUDA)
 
-    def run(
+    def start(
         self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
-    ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
-        """Returns `outputs`, copied to the host, and `kept`, left on the device."""
+    ) -> Callable[[], tuple[dict[str, np.ndarray], dict[str, DeviceRows]]]:
+        """Puts a run on the stream. What is returned waits for it, once, and returns `outputs`,
+        copied to the host, and `kept`, left on the device."""
         plan = self._plan(feeds, tuple(outputs), tuple(kept))
         key = id(self.buffers), plan.bound_key
         bound = self._bound.get(key, lambda: self._bind(plan))
@@ -135,6 +140,12 @@ class DeviceRuns:
         rows.write(feeds)
         bound.upload.start()
         self._bound.run(bound)
+        download.start()
+        return partial(self._finish, plan, bound, download)
+
+    def _finish(
+        self, plan: RunPlan, bound: BoundShape, download: Download
+    ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         results, fetched = download.read(), {}
         for (name, num_rows), array in zip(plan.fetched, results, strict=True):
             self.bytes_to_host += array.nbytes
@@ -145,6 +156,11 @@ class DeviceRuns:
             left[name] = DeviceRows(self, *bound.places[name], num_rows, dtype)
         return fetched, left
 
+    @property
+    def is_warm(self) -> bool:
+        """See GraphCache."""
+        return self._bound.is_warm
+
     def close(self) -> None:
         """Lets the session and its memory go, once all work is done. Nothing runs afterwards."""
         self._copies.settle()
@@ -153,9 +169,7 @@ class DeviceRuns:
     def fetch(self, address: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """See device_rows.Memory."""
         self._copies.settle()
-        value = self._viewer.view(address, shape, dtype)
-        with no_capture():
-            array: np.ndarray = value.numpy()
+        array: np.ndarray = self._viewer.view(address, shape, dtype).numpy()
         self.bytes_to_host += array.nbytes
         return array
 

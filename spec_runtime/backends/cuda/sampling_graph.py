@@ -15,7 +15,7 @@ import numpy as np
 from spec_runtime.backends.base import Rows, Runtime
 from spec_runtime.backends.cuda.bound_run import BoundRun
 from spec_runtime.backends.cuda.captures import free_later
-from spec_runtime.backends.cuda.copies import Copies, Download
+from spec_runtime.backends.cuda.copies import Copies, Download, StreamCopies
 from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.device_runs import MAX_CAPTURED_ROWS
 from spec_runtime.backends.cuda.graph_cache import GraphCache
@@ -42,6 +42,7 @@ class SamplingGraph:
     """
 
     def __init__(self, bundle: Bundle, graph: Graph, copies: Copies, runtime: Runtime) -> None:
+        assert isinstance(copies, StreamCopies), copies
         self.bytes_to_host = 0
         self._bundle, self._graph, self._copies = bundle, graph, copies
         self._runtime = runtime
@@ -64,6 +65,7 @@ class SamplingGraph:
         key = (names, logits.address, shape)
         bound = self._bound.get(key, lambda: self._bind(*key))
         self._bound.run(bound)
+        bound.download.start()
         found = bound.download.read()
         self.bytes_to_host += sum(array.nbytes for array in found)
         return [array[: len(logits)] for array in found]
@@ -80,7 +82,7 @@ class SamplingGraph:
 
     @cached_property
     def _bound(self) -> GraphCache[BoundLogits]:
-        return GraphCache(takes_cuda_graphs(self._session), by_thread=True)
+        return GraphCache(takes_cuda_graphs(self._session))
 
     def _bind(self, names: tuple[str, ...], address: int, shape: tuple[int, ...]) -> BoundLogits:
         binding = self._session.io_binding()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.cuda.api import Cuda
-from spec_runtime.backends.cuda.copies import Copies, StreamCopies
+from spec_runtime.backends.cuda.copies import StreamCopies
 from spec_runtime.backends.layout import ALIGNMENT
 from spec_runtime.backends.session import Viewer
 from spec_runtime.bundle.onnx_file import ExternalWeight, read_outline
@@ -63,14 +63,11 @@ class DeviceWeights:
     """The weights of the graph at `path` that lie in files, on the device.
 
     `values` holds them as OrtValues by name, for SessionOptions. They are views of memory that goes
-    with this object, which therefore has to live as long as the session. On the CPU there are none:
-    sessions hold their weights themselves.
+    with this object, which therefore has to live as long as the session.
     """
 
-    def __init__(self, path: Path, device: str, copies: Copies) -> None:
+    def __init__(self, path: Path, device: str, copies: StreamCopies) -> None:
         self.values: dict[str, Any] = {}
-        if not isinstance(copies, StreamCopies):
-            return
         viewer = Viewer(device)
         contents: dict[str, np.ndarray] = {}
         keys: dict[str, Hashable] = {}

@@ -48,30 +48,13 @@ class ShapedContext(GraphRun):
     def __init__(
         self, context: Any, trt: TensorRT, cuda: Cuda, feeds: PackedFeeds, results: Layout
     ) -> None:
+        super().__init__(cuda)
         self.feeds, self.results = feeds, results
-        self._context, self._trt, self._cuda = context, trt, cuda
-        self._executable: Any = None
+        self._context, self._trt = context, trt
 
     def enqueue(self) -> None:
         """See GraphRun.enqueue. The first run also finishes TensorRT's own preparations."""
-        self._execute()
-        if not self.has_run:
-            self.may_capture = bool(self._context.is_stream_capturable(self._cuda.stream))
-
-    def capture(self) -> None:
-        """See GraphRun.capture."""
-        self._executable = self._cuda.capture(self._execute)
-        self.replay()
-
-    def replay(self) -> None:
-        """See GraphRun.replay."""
-        self._cuda.launch(self._executable)
-
-    def close(self) -> None:
-        """See GraphRun.close. CUDA itself waits for a graph's last launch."""
-        if self._executable is not None:
-            self._cuda.destroy(self._executable)
-
-    def _execute(self) -> None:
         if not self._context.execute_async_v3(self._cuda.stream):
             raise RuntimeError(f"TensorRT does not run: {self._trt.reason}")
+        if not self.has_run:
+            self.may_capture = bool(self._context.is_stream_capturable(self._cuda.stream))
