@@ -139,7 +139,13 @@ def inflate(
     rows, real = torch.arange(V), torch.arange(D)
     embed = torch.zeros(large.vocab_size, large.hidden_size)
     embed[:V, :D] = model.get_input_embeddings().weight
-    head = matrix(model.get_output_embeddings().weight, rows, real, tuple(embed.shape), real)
+    head = matrix(
+        model.get_output_embeddings().weight,
+        rows,
+        real,
+        (large.vocab_size, large.hidden_size),
+        real,
+    )
     head[V:] = head[lowest]
     norm = plan.norm(weights["model.norm.weight"])
     ends = {"model.embed_tokens": embed, "model.norm": norm, "lm_head": head}
@@ -224,11 +230,11 @@ def bundle(check: Check) -> Path:
     )
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Returns a question's ids, by the chat template if there is one."""
+def encode(tokenizer: Any, text: str | list[dict[str, str]]) -> list[int]:
+    """Returns the ids of a question or a conversation, by the chat template if there is one."""
     if tokenizer.chat_template is None:
         return list(tokenizer(text)["input_ids"])
-    chat = [{"role": "user", "content": text}]
+    chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
     return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
 
