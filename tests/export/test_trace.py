@@ -259,7 +259,7 @@ class Word:
 def test_processes_share_traces_though_their_sets_have_other_orders() -> None:
     """Weights that are borrowed, and so are buffers, do not tell traces apart by their numbers,
     nor does it matter whether equal tuples are one."""
-    digests: set[str] = set()
+    digests: set[str | None] = set()
     for places in ((1, 2), (2, 1)):
         module: Any = torch.nn.Linear(3, 3)
         pair = tuple(sorted(places))

@@ -34,18 +34,10 @@ def with_torch(check: Check, found: Findings) -> None:
 def with_genai(check: Check, found: Findings) -> None:
     """Decodes by onnxruntime-genai, with a model that its own builder makes."""
     og, out = needed("onnxruntime_genai"), check.work / "genai"
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-    command += [
-        "-i",
-        str(_folder(check)),
-        "-o",
-        str(out),
-        "-p",
-        PRECISION_FOR[check.device],
-        "-e",
-        check.device,
-    ]
-    command += ["-c", str(check.work / "genai-cache")]
+    words = f"onnxruntime_genai.models.builder -p {PRECISION_FOR[check.device]} -e {check.device}"
+    places = {"-i": _folder(check), "-o": out, "-c": check.work / "genai-cache"}
+    options = [str(word) for option in places.items() for word in option]
+    command = [sys.executable, "-m", *words.split(), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the builder ended with {done.returncode}: {done.stderr[-300:]}")
