@@ -182,7 +182,7 @@ def test_rows_are_read_in_place_at_every_width(
         folder = other.build(tmp_path / "bundle", precision="fp32", device="cuda")
     dims = bundles.read(folder).manifest.target.dims
     assert (dims.num_heads, dims.num_kv_heads) == (4, num_kv_heads)
-    widths = (1, 4, 8, 16, 64)
+    widths = (1, 16, 64)
     printed, sections = calls(standin, tmp_path, RUN_TARGET, folder, *widths)
     for n in widths:
         eager, capture, replay = (
