@@ -145,16 +145,17 @@ def merge(parts: Sequence[Path], out: Path) -> DistillResult:
     """
     if out.exists():
         raise UserError(f"{out} exists: remove it or choose another file")
-    by_shard = {str(_sidecar_of(part).settings.get("shard")): part for part in parts}
+    states = {part: _sidecar_of(part) for part in parts}
+    by_shard = {str(state.settings.get("shard")): part for part, state in states.items()}
     wanted = [f"{i}/{len(parts)}" for i in range(1, len(parts) + 1)]
     if sorted(by_shard) != sorted(wanted):
         got = ", ".join(sorted(by_shard))
         raise UserError(f"got shard {got} in {len(parts)} files, expected {', '.join(wanted)}")
     ordered = [by_shard[shard] for shard in wanted]
-    states = [_sidecar_of(part) for part in ordered]
-    first = states[0].settings
+    provenance, first = states[ordered[0]].provenance, states[ordered[0]].settings
     written = []
-    for part, state in zip(ordered, states, strict=True):
+    for part in ordered:
+        state = states[part]
         if state.finished is None or state.finished.size != part.stat().st_size:
             raise UserError(f"{part} is not finished: distill its shard {state.settings['shard']}")
         differing = {name for name in first if first[name] != state.settings.get(name)} - {"shard"}
@@ -173,7 +174,7 @@ def merge(parts: Sequence[Path], out: Path) -> DistillResult:
                     shutil.copyfileobj(source, file)
         finished = _Written(rows, tokens, size)
         settings["shard"] = "1/1"
-        _write_sidecar(out, _Sidecar(settings, states[0].provenance, finished=finished))
+        _write_sidecar(out, _Sidecar(settings, provenance, finished=finished))
     return DistillResult(out, str(first["engine"]), rows, tokens, 0, 0.0)
 
 

@@ -316,17 +316,22 @@ class Batch:
         found = verify_together(self._passes, [lane.decoding.target for lane in lanes], asked)
         seconds = time.perf_counter() - begin
         rows = sum(each.tree.num_nodes for each in asked)
-        if self._passes is not None and len(lanes) > 1 and not self._passes.is_warm:
-            pass  # it ran eagerly, or was captured, and says nothing of later ones
-        elif not prompt_rows:
-            self._pace.add(len(lanes), rows, seconds)
-        else:
-            of_trees = float(self._pace.line(len(lanes)).seconds(rows - prompt_rows))
-            row_seconds = max(1e-5, (seconds - of_trees) / prompt_rows)
-            self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
+        self._learn(len(lanes), rows, prompt_rows, seconds)
         granted = rows - prompt_rows - num_decoding
         self.on_pass(Pass(len(lanes), rows, granted, drafted, prompt_rows, seconds))
         return found
+
+    def _learn(self, num_lanes: int, rows: int, prompt_rows: int, seconds: float) -> None:
+        """Learns what later passes cost from one, unless lanes shared it and it ran eagerly or was
+        captured."""
+        if self._passes is not None and num_lanes > 1 and not self._passes.is_warm:
+            return
+        if not prompt_rows:
+            self._pace.add(num_lanes, rows, seconds)
+            return
+        of_trees = float(self._pace.line(num_lanes).seconds(rows - prompt_rows))
+        row_seconds = max(1e-5, (seconds - of_trees) / prompt_rows)
+        self._row_seconds += CHUNK_WEIGHT * (row_seconds - self._row_seconds)
 
 
 def _share(lane: Lane, call: Call) -> bool:
