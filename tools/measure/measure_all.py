@@ -55,7 +55,7 @@ steps | all | 0 | tools.measure.step_costs --operators --repeats 5 --contexts 20
 acceptance-{} | int8 | 0 | {compare} acceptance {some} 60
 transformers-{} | fp32 | 1 | {compare} transformers {given} --limit 20
 check | none | 1 | spec_export check --precision fp32 --precision int8 --precision int4
-spec-bench-{} | fp32 int8 | 0 | {bench}
+spec-bench-{} | fp32 int8 int4 | 0 | {bench}
 many-clients-{} | fp32 int8 | 0 | {rivals} many {short} --prompts {prompts}
 rivals | all | 0 | {rivals} alone {given} --limit 8 --long-limit 4 --rounds 3
 """
