@@ -116,6 +116,8 @@ class ModelTensors(Mapping[str, Tensor]):
         transforms = conversion_mapping.get_model_conversion_mapping(model, wrappers.OWN_NAMES)
         renaming, converter = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
         renamings = [each for each in transforms if isinstance(each, renaming)]
+        wrapper = getattr(model.config, "wrapper", None)
+        transforms += conversion_mapping.get_checkpoint_conversion_mapping(wrapper) or []
         converters = [each for each in transforms if isinstance(each, converter)]
         self._converters: dict[str | None, Any] = {
             key: each for each in converters for key in each.source_patterns

@@ -23,7 +23,7 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.mapping import brief
 
 DEFAULT_SCRATCH = 128
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
 MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of this many rows
 MAX_TABLE = 1 << 29  # numbers of a rotary table; a million tokens have 2**26
 COUNTS = (  # of a transformers config
@@ -56,6 +56,7 @@ ROPE_FIELDS = {
     "low_freq_factor",
     "high_freq_factor",
     "attention_factor",
+    "attn_factor",
     "beta_fast",
     "beta_slow",
     "mscale",
@@ -233,7 +234,7 @@ def read_config(
             f"expected at most the model's {raw.max_position_embeddings} tokens"
         )
     family = FAMILIES[raw.model_type]
-    rope, rotated_share = _read_rope(raw, max_length)
+    rope, rotated_share = _read_rope(raw, max_length, head_dim)
     return DecoderConfig(
         family=raw.model_type,
         vocab_size=raw.vocab_size,
@@ -278,6 +279,9 @@ def _require_supported_rope(raw: Any, rope: Any, family: Family) -> None:
     theta: Any = rope.get("rope_theta")
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
         raise UserError(f"got rope_theta {theta!r:.80} in the config, expected more than 0")
+    alpha: Any = rope.get("alpha", 1)
+    if type(alpha) not in (int, float) or not 1 <= alpha < math.inf:
+        raise UserError(f"got alpha {alpha!r:.80} in rope_parameters, expected at least 1")
     part: Any = rope.get("partial_rotary_factor") or 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise UserError(f"got partial_rotary_factor {part!r:.80} in the config, expected 0 to 1")
@@ -289,13 +293,24 @@ def _require_supported_rope(raw: Any, rope: Any, family: Family) -> None:
         )
 
 
-def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
+def _read_rope(raw: Any, max_length: int, head_dim: int) -> tuple[dict[str, Any], float]:
     """Returns the parameters of the rotary embedding and the share of a head that is rotated.
 
-    Warns if longrope's long factors have to serve short sequences too.
+    Warns if longrope's long factors have to serve short sequences too, and of a factor that engines
+    read differently.
     """
     tables = _rope_tables(raw)
     rope = dict(tables.pop("")) | tables
+    if rope.get("rope_type") == "dynamic":
+        # It stretches contexts beyond the model's own, which are not built, but by Hunyuan's alpha.
+        rope["rope_type"] = "default"
+        rope["rope_theta"] *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+    if rope.get("attn_factor", 1) != 1:
+        warnings.warn(
+            f"got attn_factor {rope['attn_factor']} in the config, which transformers does not "
+            "read, and neither does this build; vLLM multiplies the rotation by it",
+            stacklevel=4,
+        )
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         rope["factors"] = "long" if max_length > original else "short"
@@ -356,6 +371,11 @@ def own_rotary_table(rope: dict[str, Any], head_dim: int, num_rows: int) -> tupl
     """
     from transformers import LlamaConfig
 
+    if rope.get("rope_type") == "dynamic":
+        raise UnsupportedModelError(
+            "got rotary embedding 'dynamic' in a drafter, whose frequencies grow with the text: "
+            f"expected one of {', '.join(kind for kind in ROPE_KINDS if kind != 'dynamic')}"
+        )
     try:
         raw = LlamaConfig(
             hidden_size=head_dim,

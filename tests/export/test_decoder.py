@@ -96,7 +96,9 @@ def test_longrope_takes_short_factors_up_to_the_original_context(family: str) ->
 
 
 def test_yarn_attention_factor_scales_the_tables() -> None:
-    cos = backbone_of(tiny("llama", rope_parameters=YARN_FACTOR)).cos
+    model = tiny("llama", rope_parameters=YARN_FACTOR | {"attn_factor": 0.5})
+    with pytest.warns(UserWarning, match=r"got attn_factor 0\.5 .* transformers does not read"):
+        cos = Backbone.from_transformers(model).cos
     assert torch.equal(cos[0], torch.full_like(cos[0], 0.7))
 
 

@@ -80,6 +80,7 @@ GROWTH = {
     "max_position_embeddings": 64,
     "llama_4_scaling_beta": 0.4,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 6.0}
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 5}
 # What a family's config needs so that its switches show; others have their defaults.
 CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
@@ -96,6 +97,8 @@ CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
     "granitemoehybrid": SCALES
     | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4}
     | {"shared_intermediate_size": 40, "position_embedding_type": "rope"},
+    "hunyuan_v1_dense": {"rope_parameters": DYNAMIC | {"alpha": 1000.0}},
+    "internlm3": {"rope_parameters": DYNAMIC},
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_bias": True},
     "mellum": MIXED
     | EXPERTS
@@ -430,36 +433,48 @@ def _factor(model: Any) -> float:
     return float(getattr(model.config, "embedding_multiplier", 1.0))
 
 
-WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # text and picture parts, options
+WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # text and other parts, options
+    "aya_vision": ("cohere2", "siglip_vision_model", {}),
+    "exaone4_5": ("exaone4", "exaone4_5_vision", {}),
     "gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4}),
-    "mistral3": ("mistral", "pixtral", {}),
+    "internvl": ("qwen3", "internvl_vision", {}),
+    "lfm2_vl": ("lfm2", "siglip2_vision_model", {}),
     "llava": ("llama", "clip_vision_model", {}),
+    "llava_next": ("mistral", "clip_vision_model", {}),
+    "llava_onevision": ("qwen2", "siglip_vision_model", {}),
+    "mistral3": ("mistral", "pixtral", {}),
     "smolvlm": ("llama", "smolvlm_vision", {}),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision", {}),
     "qwen3_vl": ("qwen3_vl_text", "qwen3_vl_vision", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision", {}),
+    "voxtral": ("llama", "voxtral_encoder", {}),
 }
 MROPE = {"rope_theta": 500.0, "mrope_section": [2, 1, 1]}  # pairs of a head by axis
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_text_part_of_a_model_of_pictures_is_a_model(name: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_model_of_pictures_or_sound_is_a_model(
+    name: str, tmp_path: Path
+) -> None:
     text_type, vision_type, options = WRAPPERS[name]
     text = SIZES | CASES.get(text_type, {"rope_parameters": MROPE})
+    text |= EXPERTS | {"moe_intermediate_size": 24} if "moe" in text_type else {}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 98, "max_position_embeddings": 64, "initializer_range": 0.3}
-    text |= {"final_logit_softcapping": None}  # which is not the whole model's
+    text |= {"final_logit_softcapping": None, "logit_scale": 1.0}  # which the whole model ignores
     text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8, "out_hidden_size": 32}
+    part = "audio_config" if vision_type.endswith("encoder") else "vision_config"
     make = transformers.AutoConfig.for_model
     config = make(
         name,
         text_config=make(text_type, **text).to_dict(),
-        vision_config=make(vision_type, **vision).to_dict(),
+        **{part: make(vision_type, **vision).to_dict()},
         **options,
     )
     torch.manual_seed(0)
-    whole: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole: Any = transformers.AutoModelForMultimodalLM.from_config(config).eval()
     whole.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     model, _ = target.load(target.resolve(str(tmp_path)))

@@ -439,11 +439,11 @@ def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]
             "got rotary parameter 'short_mscale' in the config, which is not supported",
         ),
         ("config.json", {"model_type": "gpt2"}, "a model of type 'gpt2', which is not supported"),
-        ("config.json", {"layer_types": ["mamba"] * 2}, "kind 'linear_attention' in a 'llama' mo"),
+        ("config.json", {"layer_types": ["mamba"] * 2}, "layers have a recurrent state) in a 'll"),
         (
             "config.json",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "got rotary embedding 'dynamic'",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "alpha": 2.0}},
+            "got rotary parameter 'alpha' in the config, which is not supported",
         ),
         (
             "config.json",

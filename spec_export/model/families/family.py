@@ -72,9 +72,11 @@ def layer_window(raw: Any, layer: int) -> int | None:
     types = getattr(raw, "layer_types", None)
     kind = types[layer] if types else SLIDING
     if kind not in (FULL, SLIDING, "attention"):
+        # transformers renames the layers that a config calls "mamba"
+        recurrent = " (such layers have a recurrent state)" if kind == "linear_attention" else ""
         raise UnsupportedModelError(
-            f"got layers of kind {kind!r:.40} in a '{raw.model_type}' model, expected {FULL} or "
-            f"{SLIDING}: this model is not supported"
+            f"got layers of kind {kind!r:.40}{recurrent} in a '{raw.model_type}' model, expected "
+            f"{FULL} or {SLIDING}: this model is not supported"
         )
     return getattr(raw, "sliding_window", None) if kind == SLIDING else None
 

@@ -41,7 +41,7 @@ HUNYUAN_V1_DENSE = Family(
     q_norm="self_attn.query_layernorm",
     k_norm="self_attn.key_layernorm",
     qk_norm="head_after",
-    reads=("use_qk_norm",),
+    reads=("use_qk_norm", "alpha"),
 )
 # Nemotron: layer norms stored less 1, a plain MLP, half of each head rotated.
 NEMOTRON = Family(
@@ -262,21 +262,34 @@ FAMILIES: dict[str, Family] = {
 }
 LATENT = "keys and values that are made from latent rows (MLA)"
 RECURRENT = "layers with a recurrent state"
+GEMMA4 = (
+    "heads of two widths, norms on values, and in E2B and E4B embeddings in every layer and keys "
+    "and values that layers share"
+)
 SIGMOID = "a router that chooses experts by sigmoids and a bias"
 # What families that are not supported would need, by model_type, without "_text" at its end.
 MISSING = {
     "afmoe": f"gates on attention and {SIGMOID}",
     "bitnet": "activations that are rounded to eight bits",
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "youtu"), LATENT),
-    **dict.fromkeys(("falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"), RECURRENT),
+    **dict.fromkeys(("bloom", "mpt"), "biases on attention by distance (ALiBi)"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{LATENT} and attention to chosen rows"),
+    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear"), RECURRENT),
+    **dict.fromkeys(("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"), RECURRENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "recurrent_gemma"), RECURRENT),
+    **dict.fromkeys(("rwkv", "xlstm", "zamba", "zamba2"), RECURRENT),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "exaone_moe", "minimax_m2"), SIGMOID),
     "gemma3n": "embeddings in every layer and predicted residual streams",
-    "gemma4": "embeddings in every layer, heads of two widths, and shared keys and values",
+    **dict.fromkeys(("gemma4", "gemma4_unified"), GEMMA4),
     **dict.fromkeys(("glm4_moe", "solar_open"), SIGMOID),
-    "gpt2": "learned positions",
+    **dict.fromkeys(("gpt2", "gpt_neo", "opt"), "learned positions"),
+    **dict.fromkeys(("gpt_neox", "falcon"), "queries, keys and values fused by groups of heads"),
     "lfm3": "gates on attention and a rotation that skips frequencies",
     "llama4": "attention in chunks and experts whose inputs are scaled",
     "nanochat": "a norm over the embedding, norms without weights, and a rotation backwards",
-    "phi": "a bias on the LM head",
+    "paligemma": "attention in both directions over the prompt",
+    **dict.fromkeys(("phi", "phimoe"), "a bias on the LM head"),
 }
 
 

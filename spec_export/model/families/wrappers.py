@@ -1,6 +1,6 @@
-"""Knows the models of pictures and text whose text part is a model of a family by itself.
+"""Knows the models of pictures or sound and text whose text part is a model of a family by itself.
 
-Without pictures such a model computes what its text part does, so that only that is taken.
+Without the rest such a model computes what its text part does, so that only that is taken.
 """
 
 import re
@@ -9,25 +9,43 @@ from typing import Any
 
 # By model_type; each has the config of its text part in the field `text_config`.
 WRAPPERS = (
+    "aya_vision",
+    "cohere2_vision",
+    "exaone4_5",
     "gemma3",
-    "mistral3",
-    "llava",
-    "smolvlm",
     "idefics3",
-    "qwen2_vl",
+    "internvl",
+    "lfm2_vl",
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "mistral3",
     "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
     "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+    "vipllava",
+    "voxtral",
 )
 # Text parts that have a name of their own, by the family whose layer they have. A row's three
 # positions, in time and in a picture, are equal without pictures, so that they rotate as one does.
-OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+OTHER_NAMES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 # Names of a text part's tensors in such a model's files, with its own names for them.
 OWN_NAMES = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
 }
 OTHER_PARTS = re.compile(
-    r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\."
+    r"^(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|connector|"
+    r"image_newline|mtp)(\.|$)"
 )
 
 
@@ -47,10 +65,13 @@ def text_config(config: Any) -> Any:
         from transformers import AutoConfig
 
         fields = part.to_dict() | {"model_type": OTHER_NAMES[part.model_type]}
+        fields["norm_topk_prob"] = True  # of Qwen3-VL's experts, which have no field for it
         rope = fields["rope_parameters"]
         fields["rope_parameters"] = {k: v for k, v in rope.items() if not k.startswith("mrope_")}
         part = AutoConfig.for_model(**fields)
-    part.tie_word_embeddings = config.tie_word_embeddings  # the head stands outside of the part
+    part.wrapper = config.model_type
+    # The head stands outside of the part.
+    part.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     return part
 
 
