@@ -58,36 +58,29 @@ static void attend_some(void *data, size_t task) {
 // Reads a tensor of float; its sizes have to be those of `expected` that are not -1.
 static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, size_t dimensions,
                          const int64_t *expected, int64_t *sizes, const float **data) {
-  const OrtValue *value = 0;
   size_t count = 0;
   int type;
-  TRY(ORT(api, KernelContextGetInput)(context, index, &value));
-  TRY(shape_of(api, value, &type, sizes, &count));
+  TRY(input(api, context, index, &type, sizes, &count, (const void **)data));
   if (count != dimensions) return refuse(api, "dimensions", count, dimensions);
   for (size_t i = 0; i < count; i++)
     if (expected[i] >= 0 && sizes[i] != expected[i])
       return refuse(api, "a size of an input:", sizes[i], expected[i]);
-  return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
+  return 0;
 }
 
 // Writes new rows to their slots of a cache, which becomes an output.
 static OrtStatus *write_rows(OrtApi api, OrtKernelContext *context, const Attention *a, size_t index,
                              const int64_t *shape, const float **cache) {
-  const OrtValue *value = 0;
-  OrtValue *output;
   int64_t sizes[MOST_SIZES], got = 1;
   size_t count;
   int type;
   const float *rows, *slots;
   float *to;
   TRY(tensor(api, context, SLOTS, 1, &a->N, sizes, &slots));
-  TRY(ORT(api, KernelContextGetInput)(context, NEW_KEY + index, &value));
-  TRY(shape_of(api, value, &type, sizes, &count));
+  TRY(input(api, context, NEW_KEY + index, &type, sizes, &count, (const void **)&rows));
   for (size_t i = 0; i < count; i++) got *= sizes[i];
   if (got != a->N * a->G * a->D) return refuse(api, "values of new rows", got, a->N * a->G * a->D);
-  TRY(ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)&rows));
-  TRY(ORT(api, KernelContextGetOutput)(context, 1 + index, shape, 4, &output));
-  TRY(ORT(api, GetTensorMutableData)(output, (void **)&to));
+  TRY(output(api, context, 1 + index, shape, 4, &to));
   if (to != *cache) memmove(to, *cache, a->G * a->S * a->D * sizeof *to);
   *cache = to;
   for (int64_t n = 0; n < a->N; n++) {
@@ -113,7 +106,8 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   a->N = query[1], a->H = H, a->G = cache[1], a->S = cache[2], a->D = cache[3], a->W = sizes[3];
   if (a->W > a->S) return refuse(api, "columns of a bias", a->W, a->S);
   if (a->G < 1 || H % a->G) return refuse(api, "heads", H, a->G);
-  if (query[2] != H * a->D) return refuse(api, "values a row", query[2], H * a->D);
+  if (query[2] % H || query[2] / H != a->D)  // a product might be too large for its type
+    return refuse(api, "values a row", query[2], (int64_t)((uint64_t)H * a->D));
   TRY(ORT(api, KernelContextGetInputCount)(context, &inputs));
   const OrtValue *sinks = 0;
   if (inputs > SINKS) TRY(ORT(api, KernelContextGetInput)(context, SINKS, &sinks));
@@ -123,9 +117,7 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
     TRY(write_rows(api, context, a, 1, cache, &a->value));
   }
   a->scale = k->scale != 0 ? k->scale : 1 / sqrtf((float)a->D), a->softcap = k->softcap;
-  OrtValue *y;
-  TRY(ORT(api, KernelContextGetOutput)(context, 0, query, 3, &y));
-  TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
+  TRY(output(api, context, 0, query, 3, &call.y));
   if (a->N == 0 || a->D == 0) return 0;
   call.queries = a->N * H / a->G;
   call.step = (call.queries * a->G / LEAST_TASKS / AT_ONCE + 1) * AT_ONCE;
