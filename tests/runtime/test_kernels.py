@@ -671,6 +671,16 @@ def test_attention_keeps_what_is_not_finite_in_its_row(instructions: str) -> Non
     np.testing.assert_array_equal(y[0, 2], expected[0, 2])
     np.testing.assert_array_equal(y[0, 3], 0)  # it attends nothing
     assert opened.run(None, given.inputs(order, slice(0, 0)))[0].shape == (1, 0, 32)
+    for sink in (np.nan, np.inf):
+        given.sinks_H = np.array([0, sink], np.float32)
+        y = given.session().run(None, given.inputs(order))[0]
+        np.testing.assert_array_equal(np.isnan(y[0, 2]), np.arange(32) >= 16)
+
+
+def test_a_million_slots_may_weigh_the_same(instructions: str) -> None:
+    given = Rows(1, 1, 1, 1, 2**20)
+    given.sees_NS[:], given.query_NHD[:], given.cache_GSD[1] = True, 0, 1
+    assert given.session().run(None, given.inputs(np.arange(2**20)))[0] == 1
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

@@ -21,6 +21,7 @@ typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
 #define ONE_BITS 0x3F800000
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
 enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
+enum { SUMMED = 1 << 17 };  // slots whose weights' sums fit 32 bits in two halves, in four lanes too
 #ifndef add_term
 #define add_term fma_f
 #endif
@@ -156,18 +157,20 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
     if (norm[j] > bound) bound = norm[j];
     has_odd |= is_odd[j];
   }
-  if (has_odd) return NAN;
+  if (has_odd || !(top < INFINITY)) return NAN;
   if (top == none) top = 0;
   int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * WEIGHT_UNIT) : 0;
-  I low = {0}, high = {0};  // of the sum's terms
-  for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
-    if (!tiles[u / TILE]) continue;
-    VF weight = exponential(load_f(scores + u) - top);
-    I part = TO_INTEGERS(weight * WEIGHT_UNIT);
-    low += part & 0x7FFF, high += part >> 15;
-    memcpy(scores + u, &weight, sizeof weight);
+  for (int64_t begin = 0; begin < a->W; begin += SUMMED) {
+    I low = {0}, high = {0};  // of the sum's terms
+    for (int64_t u = begin; u < up_to(a->W, TILE) && u < begin + SUMMED; u += LANES) {
+      if (!tiles[u / TILE]) continue;
+      VF weight = exponential(load_f(scores + u) - top);
+      I part = TO_INTEGERS(weight * WEIGHT_UNIT);
+      low += part & 0x7FFF, high += part >> 15;
+      memcpy(scores + u, &weight, sizeof weight);
+    }
+    for (int j = 0; j < LANES; j++) sum += low[j] + ((int64_t)high[j] << 15);
   }
-  for (int j = 0; j < LANES; j++) sum += low[j] + ((int64_t)high[j] << 15);
   bound = sqrtf(bound);
   const float factor = sum ? (float)(UNIT / ((double)sum / WEIGHT_UNIT) / bound) : 0;
   const float limit = LIGHT * UNIT / bound;
