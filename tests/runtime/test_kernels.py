@@ -716,8 +716,8 @@ def test_attention_writes_new_rows_to_their_slots(instructions: str, has_sinks: 
     for wrong, said in (
         ({"slots": np.array([0, 11, 1])}, "a slot 11, expected 10"),
         ({"slots": np.array([0, -1, 1])}, "a slot -1, expected 10"),
-        ({"slots": np.array([0, 1])}, "a size of an input: 2, expected 3"),
-        ({"new v": np.zeros(47, np.float32)}, "values of new rows 47, expected 48"),
+        ({"slots": np.array([0, 1])}, "elements of an input: 2, expected 3"),
+        ({"new v": np.zeros(47, np.float32)}, "elements of an input: 47, expected 48"),
     ):
         with pytest.raises(Exception, match=said):
             opened.run(None, fed | before | new | wrong)

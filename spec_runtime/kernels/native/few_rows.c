@@ -216,17 +216,6 @@ static void divide(const Kernel *k, Call *call) {
   }
 }
 
-// Reads a tensor that must have as many elements as `expected`, if that is not -1.
-static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, int wanted,
-                         int64_t expected, int64_t *sizes, size_t *count, const void **data) {
-  int64_t got = 1;
-  int type;
-  TRY(input(api, context, index, &type, sizes, count, data));
-  for (size_t i = 0; i < *count; i++) got *= sizes[i];
-  if (type != wanted) return refuse(api, "an input of type", type, wanted);
-  return expected < 0 || got == expected ? 0 : refuse(api, "elements of an input:", got, expected);
-}
-
 // Makes an output whose rows have `columns`.
 static OrtStatus *rows_of(OrtApi api, OrtKernelContext *context, size_t index, int64_t *sizes,
                           size_t count, int64_t columns, float **data) {

@@ -36,13 +36,18 @@ static inline OrtStatus *shape_of(OrtApi api, const OrtValue *value, int *type, 
   return status;
 }
 
-// Reads a tensor that a run is given.
-static inline OrtStatus *input(OrtApi api, const OrtKernelContext *context, size_t index, int *type,
-                               int64_t *sizes, size_t *count, const void **data) {
+// Reads a tensor that must have as many elements as `expected`, if that is not -1.
+static inline OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, int wanted,
+                                int64_t expected, int64_t *sizes, size_t *count, const void **data) {
   const OrtValue *value = 0;
+  int64_t got = 1;
+  int type;
   TRY(ORT(api, KernelContextGetInput)(context, index, &value));
   if (!value) return refuse(api, "no input of number", index, index);
-  TRY(shape_of(api, value, type, sizes, count));
+  TRY(shape_of(api, value, &type, sizes, count));
+  for (size_t i = 0; i < *count; i++) got *= sizes[i];
+  if (type != wanted) return refuse(api, "an input of type", type, wanted);
+  if (expected >= 0 && got != expected) return refuse(api, "elements of an input:", got, expected);
   return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
 }
 
