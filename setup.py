@@ -25,7 +25,8 @@ class BuildWithOperators(build_py):
         try:
             COMPILING["build"](root / PLACE)
         except (OSError, subprocess.SubprocessError) as error:
-            print(f"the native operators are not built: {error}")
+            reason = getattr(error, "stderr", None) or error
+            print(f"the native operators are not built: {reason}")
 
 
 class WheelOfOneArchitecture(bdist_wheel):

@@ -73,7 +73,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         _remove_if_left(left)
     temporary = final.with_name(f".{final.stem}.{_token()}{TEMPORARY}{final.suffix}")
     try:
-        with _holding(temporary, _RETRY_SECONDS, is_private=permissions is not None):
+        with holding(temporary, _RETRY_SECONDS, is_private=permissions is not None):
             with _naming(final):
                 yield temporary
                 _flush(temporary)
@@ -119,7 +119,7 @@ def temporaries(path: Path) -> list[Path]:
 def _remove_if_left(temporary: Path) -> None:
     """Removes a temporary file unless the process that writes it still lives."""
     # An error says that it is gone meanwhile, held, or not ours to remove.
-    with suppress(OSError), _holding(temporary) as has_lock:
+    with suppress(OSError), holding(temporary) as has_lock:
         if has_lock:
             temporary.unlink()
 
@@ -340,7 +340,7 @@ def locked(path: str | Path) -> Iterator[bool]:
     file = path.with_name(f".{path.name}.lock")
     with ExitStack() as stack:
         try:
-            has_lock = stack.enter_context(_holding(file))
+            has_lock = stack.enter_context(holding(file))
         except TimeoutError:
             raise LockedError(
                 f"{path} is being written by {_owner(file)}, "
@@ -355,7 +355,7 @@ def locked(path: str | Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _holding(file: Path, seconds: float = 0.0, is_private: bool = False) -> Iterator[bool]:
+def holding(file: Path, seconds: float = 0.0, is_private: bool = False) -> Iterator[bool]:
     """Makes `file` if it is missing, and locks it; gives False where the file system has no locks.
 
     A private file is for its owner only. Raises TimeoutError if another process, or another block

@@ -9,6 +9,7 @@ none of other sources is ever taken. Without it, the graphs run as they are.
 import ctypes
 import logging
 import os
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,17 @@ from pathlib import Path
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.mapping import brief
-from spec_runtime.kernels.compiling import OFF, SOURCES, WANTED, build, compiler, file_name
+from spec_runtime.files.writing import holding
+from spec_runtime.kernels.compiling import (
+    BUILD_SECONDS,
+    OFF,
+    SOURCES,
+    UNFINISHED,
+    WANTED,
+    build,
+    compiler,
+    file_name,
+)
 
 INSTRUCTIONS = "SPECSPLIT_INSTRUCTIONS"  # the environment's choice in place of the best set
 ON = "1"  # of WANTED, beside OFF
@@ -55,14 +66,27 @@ def library() -> Path | None:
             made = cache_folder() / "kernels" / made.name
         if not made.is_file():
             compiler()  # or nothing is said of compiling
-            log.info("compiling the native operators, once on this machine")
-            build(made)
+            _build_once(made)
         instruction_sets(made)  # it can be loaded
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         log.warning("the native operators are not used: %s", brief(reason))
         return None
     return made
+
+
+def _build_once(made: Path) -> None:
+    """Builds the library unless another process does, which is waited for, and removes what a build
+    that was killed has left."""
+    made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = made.parent / "building.lock"
+    with holding(lock, BUILD_SECONDS) as has_lock:
+        if not made.is_file():
+            for left in made.parent.glob(f"{UNFINISHED}*") if has_lock else ():
+                shutil.rmtree(left)
+            log.info("compiling the native operators, once on this machine")
+            build(made)
+        lock.unlink(missing_ok=True)
 
 
 @cache

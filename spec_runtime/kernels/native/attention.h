@@ -21,6 +21,7 @@ typedef uint32_t U __attribute__((vector_size(V)));  // wraps around
 #define ONE_BITS 0x3F800000
 #define TO_INTEGERS(x) __builtin_convertvector(x, I)
 enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
+enum { SUMMED = 1 << 17 };  // slots whose weights' sums fit 32 bits in two halves, in four lanes too
 #ifndef add_term
 #define add_term fma_f
 #endif
@@ -29,14 +30,12 @@ enum { QUERIES = FLOAT_ROWS / 2, IS_LIGHT = 1, IS_HEAVY = 2 };
 INLINE VF either(I is, VF a, VF b) { return (VF)(((I)a & is) | ((I)b & ~is)); }
 
 // Returns TILE rows of a cache, `wide` apart: where they lie, or copies. With `norms`, rows that are
-// not finite are zeros: who attends them gets NaN anyway. The next tile is fetched without them.
+// not finite are zeros: who attends them gets NaN anyway.
 INLINE const float *tile_of(const Attention *a, const float *cache, int64_t slot, int64_t wide,
                             const float *norms, float *copies) {
   const int64_t D = a->D;
   int is_plain = D == wide && slot + TILE <= a->S;
   for (int j = 0; norms && j < TILE; j++) is_plain &= norms[slot + j] < INFINITY;
-  for (int64_t i = TILE * D; !norms && i < 2 * TILE * D; i += ALIGNED / 4)
-    __builtin_prefetch(cache + slot * D + i, 0, 2);
   if (is_plain) return cache + slot * D;
   for (int64_t j = slot; j < slot + TILE; j++, copies += wide) {
     if (j < a->S && (!norms || norms[j] < INFINITY)) memcpy(copies, cache + j * D, D * sizeof *copies);
@@ -54,9 +53,9 @@ INLINE int queries_of(const uint8_t *is_read, int64_t pitch, int64_t R, int ways
 }
 
 // Writes the products of TILE rows with R listed queries to their scores, or those of the rows with
-// themselves if there are no queries.
-INLINE void dots(const float *rows, const float *queries, int64_t wide, const int *list,
-                 float *scores, int64_t pitch, const int R) {
+// themselves if there are no queries. Meanwhile memory gets the rows from `next` on.
+INLINE void dots(const float *rows, const float *next, const float *queries, int64_t wide,
+                 const int *list, float *scores, int64_t pitch, const int R) {
   for (int n = 0; n < TILE; n += LANES) {
     VF parts[4][LANES / 4];
     for (int p = 0; p < LANES / 4; p++) {
@@ -64,7 +63,10 @@ INLINE void dots(const float *rows, const float *queries, int64_t wide, const in
       for (int i = 0; i < 4 * R; i++) sums[i / 4][i % 4] = set_f(0);
       for (int64_t d = 0; d < wide; d += LANES) {
         VF row[4];
-        for (int j = 0; j < 4; j++) row[j] = load_f(rows + (n + 4 * p + j) * wide + d);
+        for (int j = 0; j < 4; j++) {
+          row[j] = load_f(rows + (n + 4 * p + j) * wide + d);
+          __builtin_prefetch(next + (n + 4 * p + j) * wide + d, 0, 2);
+        }
         for (int r = 0; r < R; r++)
           for (int j = 0; j < 4; j++) {
             VF x = queries ? load_f(queries + list[r] * wide + d) : row[j];
@@ -156,39 +158,42 @@ INLINE float weigh(const Attention *a, int64_t h, const float *bias, const float
     if (norm[j] > bound) bound = norm[j];
     has_odd |= is_odd[j];
   }
-  if (has_odd) return NAN;
+  if (has_odd || !(top < INFINITY)) return NAN;
   if (top == none) top = 0;
   int64_t sum = a->sinks ? (int64_t)(expf(a->sinks[h] - top) * WEIGHT_UNIT) : 0;
-  I low = {0}, high = {0};  // of the sum's terms
-  for (int64_t u = 0; u < up_to(a->W, TILE); u += LANES) {
-    if (!tiles[u / TILE]) continue;
-    VF weight = exponential(load_f(scores + u) - top);
-    I part = TO_INTEGERS(weight * WEIGHT_UNIT);
-    low += part & 0x7FFF, high += part >> 15;
-    memcpy(scores + u, &weight, sizeof weight);
+  for (int64_t begin = 0; begin < a->W; begin += SUMMED) {
+    I low = {0}, high = {0};  // of the sum's terms
+    for (int64_t u = begin; u < up_to(a->W, TILE) && u < begin + SUMMED; u += LANES) {
+      if (!tiles[u / TILE]) continue;
+      VF weight = exponential(load_f(scores + u) - top);
+      I part = TO_INTEGERS(weight * WEIGHT_UNIT);
+      low += part & 0x7FFF, high += part >> 15;
+      memcpy(scores + u, &weight, sizeof weight);
+    }
+    for (int j = 0; j < LANES; j++) sum += low[j] + ((int64_t)high[j] << 15);
   }
-  for (int j = 0; j < LANES; j++) sum += low[j] + ((int64_t)high[j] << 15);
   bound = sqrtf(bound);
   const float factor = sum ? (float)(UNIT / ((double)sum / WEIGHT_UNIT) / bound) : 0;
   const float limit = LIGHT * UNIT / bound;
   for (int64_t u = 0; u < a->W; u += TILE) {
     if (!tiles[u / TILE]) continue;
-    VF all = {0};
-    for (int j = 0; j < TILE; j += LANES) {
-      VF weight = load_f(scores + u + j) * factor;
-      weight = (VF)((I)weight | ((weight > 0) & 1));
-      all += weight;
-      memcpy(scores + u + j, &weight, sizeof weight);
+    VF all = {0}, weights[TILE / LANES];
+    for (int j = 0; j < TILE / LANES; j++) {
+      weights[j] = load_f(scores + u + j * LANES) * factor;
+      weights[j] = (VF)((I)weights[j] | ((weights[j] > 0) & 1));
+      all += weights[j];
     }
-    if (sum_f(all) <= limit) continue;
-    tiles[u / TILE] = IS_HEAVY;
-    for (int j = 0; j < TILE; j++)
-      if (scores[u + j] > limit) scores[u + j] *= -1;
+    const int is_heavy = sum_f(all) > limit;
+    tiles[u / TILE] = is_heavy ? IS_HEAVY : IS_LIGHT;
+    for (int j = 0; j < TILE / LANES && is_heavy; j++)
+      weights[j] = either(weights[j] > limit, -weights[j], weights[j]);
+    memcpy(scores + u, weights, sizeof weights);
   }
   return bound / UNIT;
 }
 
-#define DOTS(R) dots(rows, queries, wide, list + i, scores + b * TILE, places, R)
+#define DOTS(R) \
+  dots(rows, i ? rows : keys + (b + 1) * TILE * D, queries, wide, list + i, scores + b * TILE, places, R)
 #define ADD_PART(R, T, is_light) \
   add_tile(rows + d, weights, places, list + i, sums + d, wide, is_light, R, T)
 #define ADD_TILE(R, is_light)                                                    \
@@ -233,7 +238,7 @@ TARGET static int attend(const Attention *a, int64_t g, int64_t first, int64_t e
   for (int64_t b = 0; b < tiles; b++) {
     if (!(count = queries_of(is_read + b, tiles, R, IS_LIGHT, list))) continue;
     rows = tile_of(a, values, b * TILE, wide, 0, copies);
-    dots(rows, 0, wide, (int[]){0}, norms + b * TILE, 0, 1);
+    dots(rows, values + (b + 1) * TILE * D, 0, wide, (int[]){0}, norms + b * TILE, 0, 1);
     rows = tile_of(a, keys, b * TILE, wide, 0, copies);
     EACH_QUERY(DOTS)
   }

@@ -115,10 +115,10 @@ static OrtStatus *read_neighbours(OrtApi api, const OrtKernelInfo *info, Kernel 
   if (!k->heads) return 0;
   TRY(ORT(api, KernelInfoGetAttributeInt)(info, "queries", &k->parts[0]));
   TRY(ORT(api, KernelInfoGetAttributeInt)(info, "keys", &k->parts[1]));
-  const int64_t turned = k->parts[0] + k->parts[1];
-  k->parts[2] = p->N - turned;
-  if (k->parts[0] < 0 || k->parts[0] > p->N || k->parts[1] < 0 || k->parts[2] < 0)
-    return refuse(api, "columns of queries and keys", turned, p->N);
+  const uint64_t turned = (uint64_t)k->parts[0] + (uint64_t)k->parts[1];
+  if (k->parts[0] < 0 || k->parts[1] < 0 || turned > (uint64_t)p->N)
+    return refuse(api, "columns of queries and keys", (int64_t)turned, p->N);
+  k->parts[2] = p->N - (int64_t)turned;
   return k->heads > 0 && turned % k->heads == 0 ? 0 : refuse(api, "heads", k->heads, turned);
 }
 
@@ -208,37 +208,19 @@ static void divide(const Kernel *k, Call *call) {
   const int64_t tiles = (k->product.N + step - 1) / step;
   int64_t least = INT64_MAX;
   call->column_parts = tiles, call->row_parts = 1;  // of fewer tiles than threads
-  for (int64_t parts = 1; parts <= threads; parts++) {
+  for (int64_t parts = 1; parts <= threads && parts <= tiles; parts++) {
     const int64_t row_parts = threads / parts;
     const int64_t tall = (call->rows + row_parts - 1) / row_parts, wide = (tiles + parts - 1) / parts;
-    if (wide * (tall + ROWS_TO_READ) > least || parts > tiles || row_parts > call->rows) continue;
+    if (wide * (tall + ROWS_TO_READ) > least || row_parts > call->rows) continue;
     least = wide * (tall + ROWS_TO_READ), call->column_parts = parts, call->row_parts = row_parts;
   }
 }
 
-// Reads a tensor that must have as many elements as `expected`, if that is not -1.
-static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, int wanted,
-                         int64_t expected, int64_t *sizes, size_t *count, const void **data) {
-  const OrtValue *value = 0;
-  int64_t got = 1;
-  int type;
-  TRY(ORT(api, KernelContextGetInput)(context, index, &value));
-  if (!value) return refuse(api, "no input of number", index, index);
-  TRY(shape_of(api, value, &type, sizes, count));
-  for (size_t i = 0; i < *count; i++) got *= sizes[i];
-  if (type != wanted) return refuse(api, "an input of type", type, wanted);
-  if (expected >= 0 && got != expected) return refuse(api, "elements of an input:", got, expected);
-  return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
-}
-
 // Makes an output whose rows have `columns`.
-static OrtStatus *output(OrtApi api, OrtKernelContext *context, size_t index, int64_t *sizes,
-                         size_t count, int64_t columns, float **data) {
-  OrtValue *value = 0;
+static OrtStatus *rows_of(OrtApi api, OrtKernelContext *context, size_t index, int64_t *sizes,
+                          size_t count, int64_t columns, float **data) {
   sizes[count - 1] = columns;
-  TRY(ORT(api, KernelContextGetOutput)(context, index, sizes, count, &value));
-  if (!value) return refuse(api, "no output of number", index, index);
-  return ORT(api, GetTensorMutableData)(value, (void **)data);
+  return output(api, context, index, sizes, count, data);
 }
 
 static OrtStatus *read_positions(OrtApi api, OrtKernelContext *context, Call *call) {
@@ -249,7 +231,7 @@ static OrtStatus *read_positions(OrtApi api, OrtKernelContext *context, Call *ca
   if (count != 2) return refuse(api, "dimensions", count, 2);
   const int64_t positions = sizes[0], wide = (k->parts[0] + k->parts[1]) / k->heads;
   call->half = sizes[1];
-  if (2 * call->half > wide) return refuse(api, "columns that are rotated", 2 * call->half, wide);
+  if (call->half > wide / 2) return refuse(api, "pairs of columns", call->half, wide / 2);
   TRY(tensor(api, context, SIN, FLOAT, positions * call->half, sizes, &count, (const void **)&call->sin));
   TRY(tensor(api, context, POSITIONS, INT64, call->rows, sizes, &count, (const void **)&call->positions));
   for (int64_t row = 0; row < call->rows; row++)
@@ -273,11 +255,11 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   call.rows = rows;
   if (k->has_added) {
     TRY(tensor(api, context, ADDED, FLOAT, rows * p->K, other, &others, (const void **)&call.added));
-    TRY(output(api, context, SUM, sizes, count, p->K, &call.sum));
+    TRY(rows_of(api, context, SUM, sizes, count, p->K, &call.sum));
   }
-  if (!k->heads) TRY(output(api, context, 0, sizes, count, p->N, &call.y));
+  if (!k->heads) TRY(rows_of(api, context, 0, sizes, count, p->N, &call.y));
   for (int part = 0; k->heads && part < PARTS; part++)
-    TRY(output(api, context, part, sizes, count, k->parts[part], &call.parts[part]));
+    TRY(rows_of(api, context, part, sizes, count, k->parts[part], &call.parts[part]));
   if (k->heads) TRY(read_positions(api, context, &call));
   if (rows == 0) return 0;
   divide(k, &call);

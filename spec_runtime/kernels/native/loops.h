@@ -221,8 +221,10 @@ INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records
     for (int r = 0; r < R; r++)
       sum[r] = bits == 8 && IS_UNSIGNED
                    ? set_i(((const int32_t *)(records + r * size + l->start_at))[s]) : set_i(0);
+    // More rows leave time to fetch half of them into the first cache, which waits longer for memory.
     for (int64_t at = 0; next && at < fours * V; at += ALIGNED, next += ALIGNED)
-      __builtin_prefetch(next, 0, 2);
+      if (R > 4 && at / ALIGNED % 2) __builtin_prefetch(next, 0, 3);
+      else __builtin_prefetch(next, 0, 2);
     for (int64_t i = 0; i < fours; i++, weights += V, x += 32 / bits) {
       VB w = all_b(weights);
       if (bits == 4) {

@@ -36,6 +36,30 @@ static inline OrtStatus *shape_of(OrtApi api, const OrtValue *value, int *type, 
   return status;
 }
 
+// Reads a tensor that must have as many elements as `expected`, if that is not -1.
+static inline OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, int wanted,
+                                int64_t expected, int64_t *sizes, size_t *count, const void **data) {
+  const OrtValue *value = 0;
+  int64_t got = 1;
+  int type;
+  TRY(ORT(api, KernelContextGetInput)(context, index, &value));
+  if (!value) return refuse(api, "no input of number", index, index);
+  TRY(shape_of(api, value, &type, sizes, count));
+  for (size_t i = 0; i < *count; i++) got *= sizes[i];
+  if (type != wanted) return refuse(api, "an input of type", type, wanted);
+  if (expected >= 0 && got != expected) return refuse(api, "elements of an input:", got, expected);
+  return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
+}
+
+// Makes an output of a run.
+static inline OrtStatus *output(OrtApi api, OrtKernelContext *context, size_t index,
+                                const int64_t *sizes, size_t count, float **data) {
+  OrtValue *value = 0;
+  TRY(ORT(api, KernelContextGetOutput)(context, index, sizes, count, &value));
+  if (!value) return refuse(api, "no output of number", index, index);
+  return ORT(api, GetTensorMutableData)(value, (void **)data);
+}
+
 // Runs the tasks one after another, or on ONNX Runtime's threads.
 static inline OrtStatus *run(OrtApi api, OrtKernelContext *context, void (*task)(void *, size_t),
                              size_t total, int is_small, void *call) {

@@ -56,42 +56,32 @@ static void attend_some(void *data, size_t task) {
 }
 
 // Reads a tensor of float; its sizes have to be those of `expected` that are not -1.
-static OrtStatus *tensor(OrtApi api, OrtKernelContext *context, size_t index, size_t dimensions,
-                         const int64_t *expected, int64_t *sizes, const float **data) {
-  const OrtValue *value = 0;
+static OrtStatus *sized(OrtApi api, OrtKernelContext *context, size_t index, size_t dimensions,
+                        const int64_t *expected, int64_t *sizes, const float **data) {
   size_t count = 0;
-  int type;
-  TRY(ORT(api, KernelContextGetInput)(context, index, &value));
-  TRY(shape_of(api, value, &type, sizes, &count));
+  TRY(tensor(api, context, index, FLOAT, -1, sizes, &count, (const void **)data));
   if (count != dimensions) return refuse(api, "dimensions", count, dimensions);
   for (size_t i = 0; i < count; i++)
     if (expected[i] >= 0 && sizes[i] != expected[i])
       return refuse(api, "a size of an input:", sizes[i], expected[i]);
-  return ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)data);
+  return 0;
 }
 
 // Writes new rows to their slots of a cache, which becomes an output.
 static OrtStatus *write_rows(OrtApi api, OrtKernelContext *context, const Attention *a, size_t index,
                              const int64_t *shape, const float **cache) {
-  const OrtValue *value = 0;
-  OrtValue *output;
-  int64_t sizes[MOST_SIZES], got = 1;
+  int64_t sizes[MOST_SIZES];
   size_t count;
-  int type;
-  const float *rows, *slots;
+  const float *rows;
+  const int64_t *slots;
   float *to;
-  TRY(tensor(api, context, SLOTS, 1, &a->N, sizes, &slots));
-  TRY(ORT(api, KernelContextGetInput)(context, NEW_KEY + index, &value));
-  TRY(shape_of(api, value, &type, sizes, &count));
-  for (size_t i = 0; i < count; i++) got *= sizes[i];
-  if (got != a->N * a->G * a->D) return refuse(api, "values of new rows", got, a->N * a->G * a->D);
-  TRY(ORT(api, GetTensorMutableData)((OrtValue *)value, (void **)&rows));
-  TRY(ORT(api, KernelContextGetOutput)(context, 1 + index, shape, 4, &output));
-  TRY(ORT(api, GetTensorMutableData)(output, (void **)&to));
+  TRY(tensor(api, context, SLOTS, INT64, a->N, sizes, &count, (const void **)&slots));
+  TRY(tensor(api, context, NEW_KEY + index, FLOAT, a->N * a->G * a->D, sizes, &count, (const void **)&rows));
+  TRY(output(api, context, 1 + index, shape, 4, &to));
   if (to != *cache) memmove(to, *cache, a->G * a->S * a->D * sizeof *to);
   *cache = to;
   for (int64_t n = 0; n < a->N; n++) {
-    int64_t slot = ((const int64_t *)slots)[n];
+    const int64_t slot = slots[n];
     if (slot < 0 || slot >= a->S) return refuse(api, "a slot", slot, a->S - 1);
     for (int64_t g = 0; g < a->G; g++, rows += a->D)
       memcpy(to + (g * a->S + slot) * a->D, rows, a->D * sizeof *to);
@@ -106,26 +96,25 @@ static OrtStatus *compute(void *data, OrtKernelContext *context) {
   Attention *a = &call.attention;
   int64_t query[MOST_SIZES], cache[MOST_SIZES], sizes[MOST_SIZES], H = k->num_heads;
   size_t inputs;
-  TRY(tensor(api, context, QUERY, 3, (int64_t[]){1, -1, -1}, query, &a->query));
-  TRY(tensor(api, context, KEY, 4, (int64_t[]){1, -1, -1, -1}, cache, &a->key));
-  TRY(tensor(api, context, VALUE, 4, cache, sizes, &a->value));
-  TRY(tensor(api, context, BIAS, 4, (int64_t[]){1, 1, query[1], -1}, sizes, &a->bias));
+  TRY(sized(api, context, QUERY, 3, (int64_t[]){1, -1, -1}, query, &a->query));
+  TRY(sized(api, context, KEY, 4, (int64_t[]){1, -1, -1, -1}, cache, &a->key));
+  TRY(sized(api, context, VALUE, 4, cache, sizes, &a->value));
+  TRY(sized(api, context, BIAS, 4, (int64_t[]){1, 1, query[1], -1}, sizes, &a->bias));
   a->N = query[1], a->H = H, a->G = cache[1], a->S = cache[2], a->D = cache[3], a->W = sizes[3];
   if (a->W > a->S) return refuse(api, "columns of a bias", a->W, a->S);
   if (a->G < 1 || H % a->G) return refuse(api, "heads", H, a->G);
-  if (query[2] != H * a->D) return refuse(api, "values a row", query[2], H * a->D);
+  if (query[2] % H || query[2] / H != a->D)  // a product might be too large for its type
+    return refuse(api, "values a row", query[2], (int64_t)((uint64_t)H * a->D));
   TRY(ORT(api, KernelContextGetInputCount)(context, &inputs));
   const OrtValue *sinks = 0;
   if (inputs > SINKS) TRY(ORT(api, KernelContextGetInput)(context, SINKS, &sinks));
-  if (sinks) TRY(tensor(api, context, SINKS, 1, &H, sizes, &a->sinks));
+  if (sinks) TRY(sized(api, context, SINKS, 1, &H, sizes, &a->sinks));
   if (inputs > SLOTS) {
     TRY(write_rows(api, context, a, 0, cache, &a->key));
     TRY(write_rows(api, context, a, 1, cache, &a->value));
   }
   a->scale = k->scale != 0 ? k->scale : 1 / sqrtf((float)a->D), a->softcap = k->softcap;
-  OrtValue *y;
-  TRY(ORT(api, KernelContextGetOutput)(context, 0, query, 3, &y));
-  TRY(ORT(api, GetTensorMutableData)(y, (void **)&call.y));
+  TRY(output(api, context, 0, query, 3, &call.y));
   if (a->N == 0 || a->D == 0) return 0;
   call.queries = a->N * H / a->G;
   call.step = (call.queries * a->G / LEAST_TASKS / AT_ONCE + 1) * AT_ONCE;
