@@ -89,7 +89,7 @@ def test_drafts_of_lanes_are_in_flight_together(fluent_folder: Path, device: Hos
 
 @pytest.mark.parametrize("num_lanes", [1, NUM_LANES])
 def test_text_and_index_are_made_while_the_device_runs(
-    fluent_folder: Path, device: HostCuda, monkeypatch: pytest.MonkeyPatch, num_lanes: int
+    fluent_folder: Path, device: HostCuda, num_lanes: int
 ) -> None:
     """The text of a pass while the next one runs, and the index of lookup while the drafter does;
     only what ends an answer comes after all passes."""
@@ -101,7 +101,7 @@ def test_text_and_index_are_made_while_the_device_runs(
     indexed, decoded, given = list[bool](), list[bool](), dict[int, list[bool]]()
 
     def noted_extend(index: TextIndex, tokens: Sequence[int]) -> None:
-        if engine.target.length:  # it has begun
+        if tokens and engine.target.length:  # it has begun
             indexed.append(device.is_busy)
         extend(index, tokens)
 
@@ -116,20 +116,22 @@ def test_text_and_index_are_made_while_the_device_runs(
         texts[number] += chunk.text
 
     batch, texts = Batch(engine, num_lanes), [""] * num_lanes
-    for number, call in enumerate(calls):
-        batch.begin(batch._lanes[number], number, call)
-        monkeypatch.setattr(call.text, "_decode", noted_decode)
-    monkeypatch.setattr(TextIndex, "extend", noted_extend)
-    while batch.num_active:
-        batch.turn(give)
+    with pytest.MonkeyPatch.context() as patch:
+        for number, call in enumerate(calls):
+            batch.begin(batch._lanes[number], number, call)
+            patch.setattr(call.text, "_decode", noted_decode)
+        patch.setattr(TextIndex, "extend", noted_extend)
+        while batch.num_active:
+            batch.turn(give)
     assert texts == expected
     assert all(sum(busy) >= len(busy) - 2 > 1 for busy in given.values())
     assert all(indexed)
     assert sum(decoded) > len(decoded) / 2
     decoded.clear()
     alone = engine.prepare(PROMPTS[0], reuse=False, **options)
-    monkeypatch.setattr(alone.text, "_decode", noted_decode)
-    read_result(engine.answering(alone))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alone.text, "_decode", noted_decode)
+        read_result(engine.answering(alone))
     assert sum(decoded) > len(decoded) / 2
 
 

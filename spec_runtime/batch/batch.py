@@ -178,9 +178,9 @@ class Batch:
     def turn(
         self, give: Give = lambda found: None, may_go_on: MayGoOn = lambda owner: True
     ) -> None:
-        """Takes all calls on by one pass; gives what comes of them, each with its call's owner. What
-        a pass on a device has committed is given while the device runs the next one.
+        """Takes all calls on by one pass; gives what comes of them, each with its call's owner.
 
+        What a pass on a device has committed is given while the device runs the next one.
         Calls that may not go on wait. An error ends its own call only, or all that share a run that
         fails. `has_gone_on` says whether any went on.
         """

@@ -27,6 +27,7 @@ from spec_runtime.backends.shapes import KV, is_cache, mask_width, require_feeds
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.bundle.memory import machine_bytes, require_memory
 from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 
 MASK, ENDS = "mask", "seqlens_k"  # feeds of SlotCache.place

@@ -29,7 +29,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 
 
-class CudaBackend(OrtBackend, DeviceBackend):
+class CudaBackend(DeviceBackend, OrtBackend):
     """One session on CUDA with its KV buffers and banks, see OrtBackend.
 
     `has_cuda_graphs` captures repeated shapes as CUDA graphs; `precision` is that of the weights.
