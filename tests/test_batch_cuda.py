@@ -125,7 +125,7 @@ def test_text_and_index_are_made_while_the_device_runs(
             batch.turn(give)
     assert texts == expected
     assert all(sum(busy) >= len(busy) - 2 > 1 for busy in given.values())
-    assert all(indexed)
+    assert sum(indexed) > len(indexed) / 2  # while drafting pauses nothing runs
     assert sum(decoded) > len(decoded) / 2
     decoded.clear()
     alone = engine.prepare(PROMPTS[0], reuse=False, **options)
