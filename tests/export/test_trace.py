@@ -26,8 +26,9 @@ from tiny_backbone import (
 from torch import Tensor
 from traced_once import _digest
 
+from spec_export.build.options import PRECISIONS
 from spec_export.graphs.half import narrow
-from spec_export.graphs.quantize import PRECISIONS, quantize
+from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import GraphInput, export, export_backbone, save
 from spec_export.model.decoder import Backbone

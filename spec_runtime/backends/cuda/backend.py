@@ -139,7 +139,7 @@ def _require_cuda_kernels(precision: str, graph: Graph) -> None:
     """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
     types = {spec.dtype for spec in graph.inputs if spec.name.startswith(KV)}
     if precision in ("int8", "int4"):
-        got, expected = f"an {precision} bundle", "fp16, bf16 or fp32, or fp8"
+        got, expected = f"an {precision} bundle", "fp16, bf16, fp32 or fp8"
     elif graph.form == "contiguous":
         got, expected = f"{graph.file} in the contiguous form", "the slots form"
     elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:
