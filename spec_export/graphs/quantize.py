@@ -230,8 +230,9 @@ class _Int4(_Products):
     def __call__(self, node: ir.Node, weight: ir.TensorProtocol, is_head: bool) -> ir.Value:
         edit, x, matrix = self.edit, input_at(node, 0), input_at(node, 1)
         if matrix not in self.forms:
-            looked_at = weight.numpy()[:, :LOOKED_AT].T
-            self.forms[matrix] = Form(False) if is_head else form_of(looked_at, self.size)
+            self.forms[matrix] = Form(False)
+            if not is_head:
+                self.forms[matrix] = form_of(weight.numpy()[:, :LOOKED_AT].T, self.size)
         form, restore = self.forms[matrix], unpack_zero_points
         pack: Callable[[np.ndarray], Arrays] = partial(pack_zero_points, size=form.size)
         if is_head or form.has_minima:
