@@ -23,9 +23,13 @@ from spec_export.build.make_bundle import BuildOptions
 from spec_runtime import backends
 from spec_runtime.backends import GraphRun, shapes
 from spec_runtime.backends.lanes import LanePasses
+from spec_runtime.batch.batch import Batch, Found
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.loop.reading import read_result
+from spec_runtime.loop.result import Chunk
 from spec_runtime.loop.target import LOGITS, Asked, Target, Wants, verify_together
 from spec_runtime.pace.shared import SharedPace
+from spec_runtime.proposers.text_index import TextIndex
 from spec_runtime.trees.tree import TokenTree
 
 # One of each kind: a cache, states, no cache, the target's cache; tests/test_batch.py has them all.
@@ -81,6 +85,54 @@ def test_drafts_of_lanes_are_in_flight_together(fluent_folder: Path, device: Hos
     engine.generate_many(PROMPTS, parallel=NUM_LANES, max_new_tokens=24, ignore_eos=True)
     assert (NUM_LANES, NUM_LANES) in num_busy
     assert all(busy == num_runs for num_runs, busy in num_busy)
+
+
+@pytest.mark.parametrize("num_lanes", [1, NUM_LANES])
+def test_text_and_index_are_made_while_the_device_runs(
+    fluent_folder: Path, device: HostCuda, num_lanes: int
+) -> None:
+    """The text of a pass while the next one runs, and the index of lookup while the drafter does;
+    only what ends an answer comes after all passes."""
+    engine = spec_runtime.load(fluent_folder, "parallelspec", backend="cuda", threads=1)
+    options: Any = {"max_new_tokens": 24, "ignore_eos": True}
+    expected = [engine.generate(prompt, **options).text for prompt in PROMPTS[:num_lanes]]
+    calls = [engine.prepare(prompt, reuse=False, **options) for prompt in PROMPTS[:num_lanes]]
+    extend, decode = TextIndex.extend, engine.tokenizer.decode
+    indexed, decoded, given = list[bool](), list[bool](), dict[int, list[bool]]()
+
+    def noted_extend(index: TextIndex, tokens: Sequence[int]) -> None:
+        if tokens and engine.target.length:  # it has begun
+            indexed.append(device.is_busy)
+        extend(index, tokens)
+
+    def noted_decode(ids: Sequence[int]) -> str:
+        decoded.append(device.is_busy)
+        return decode(ids)
+
+    def give(found: Found) -> None:
+        number, chunk = found
+        assert isinstance(chunk, Chunk)
+        given.setdefault(number, []).append(device.is_busy)
+        texts[number] += chunk.text
+
+    batch, texts = Batch(engine, num_lanes), [""] * num_lanes
+    with pytest.MonkeyPatch.context() as patch:
+        for number, call in enumerate(calls):
+            batch.begin(batch._lanes[number], number, call)
+            patch.setattr(call.text, "_decode", noted_decode)
+        patch.setattr(TextIndex, "extend", noted_extend)
+        while batch.num_active:
+            batch.turn(give)
+    assert texts == expected
+    assert all(sum(busy) >= len(busy) - 2 > 1 for busy in given.values())
+    assert sum(indexed) > len(indexed) / 2  # while drafting pauses nothing runs
+    assert sum(decoded) > len(decoded) / 2
+    decoded.clear()
+    alone = engine.prepare(PROMPTS[0], reuse=False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alone.text, "_decode", noted_decode)
+        read_result(engine.answering(alone))
+    assert sum(decoded) > len(decoded) / 2
 
 
 def test_the_pace_learns_from_replayed_passes_only(
@@ -204,7 +256,7 @@ def test_a_shared_pass_waits_for_what_lanes_have_on_their_streams(
 def read(verified: Sequence[Any], asked: Sequence[Asked]) -> list[dict[str, np.ndarray]]:
     """Returns copies of what each lane was told."""
     found = []
-    for each, (tree, wants, last_only) in zip(verified, asked, strict=True):
+    for each, (tree, wants, last_only, _) in zip(verified, asked, strict=True):
         rows = range(1 if last_only else tree.num_nodes)
         told = {"logits": np.array([each.row(i) for i in rows])}
         told["best"] = np.array([each.best(i) or -1 for i in rows])

@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 MATRIX = [("llama", "fp16", capability) for capability in CAPABILITIES]
 MATRIX += [("llama", *pair) for pair in product(("bf16", "fp32"), ("8.0", "12.0"))]
 MATRIX += [(kind, "fp16", "9.0") for kind in KINDS if kind != "llama"]
+MATRIX += [("convolution", "fp8", "9.0")]
 OF_OTHER_KINDS = ("parallelspec", "skip_layer")  # drafters: one runs layers of the target
 # What attention over whole buffers may not be, by parts of kernels' names.
 UNWANTED = ("attention_kernel", "Ungroup", "flash", "fmha", "cudnn")

@@ -7,7 +7,6 @@ from typing import Any
 
 from spec_export import drafters as drafter_files
 from spec_export.graphs.four_bits import BLOCKS
-from spec_export.graphs.quantize import PRECISIONS
 from spec_export.training import folders
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
@@ -17,7 +16,8 @@ from spec_runtime.proposers import BUILT_IN
 BUILD_BACKENDS = ("onnxruntime", "tensorrt")
 DEVICES = ("cpu", "cuda")
 FORMS = ("slots", "contiguous")
-CPU_PRECISIONS = ("int8", "int4")
+CPU_PRECISIONS, GPU_PRECISIONS = ("int8", "int4"), ("fp8",)  # which run nowhere else
+PRECISIONS = ("fp32", *CPU_PRECISIONS, "fp16", "bf16", *GPU_PRECISIONS)
 DRAFTER_PRECISIONS = ("fp32", *CPU_PRECISIONS)
 
 # The tree a drafter gets on a CPU, by the target's precision: its nodes (root included), the
@@ -29,6 +29,8 @@ TREES = {
     "int4": {"max_nodes": 16, "min_probability": 0.15, "lookup_nodes": 8},
 }
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
+# CUDA's products of 8-bit floats read each weight once for up to 8 rows, and unpack them for more.
+FP8_TREE = DEFAULT_TREE | {"max_nodes": 8, "lookup_nodes": 4}
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,12 @@ class BuildOptions:
         if self.device == "cuda" and self.target_precision in CPU_PRECISIONS:
             raise UserError(
                 f"got precision {self.target_precision} with device cuda, expected fp16, bf16 or "
-                "fp32: int8 and int4 are for CPUs"
+                "fp32, or fp8: int8 and int4 are for CPUs"
+            )
+        if self.device != "cuda" and self.target_precision in GPU_PRECISIONS:
+            raise UserError(
+                f"got precision {self.target_precision} with device {self.device}, expected device "
+                "cuda: no other has products of 8-bit floats; int8 and int4 are for CPUs"
             )
         if self.device == "cuda" and self.backend != "onnxruntime":
             raise UserError(
@@ -207,7 +214,7 @@ class BuildOptions:
     def tree(self) -> dict[str, float]:
         """The tree that the manifest names for each drafter."""
         if self.is_for_gpu:
-            return DEFAULT_TREE
+            return FP8_TREE if self.target_precision == "fp8" else DEFAULT_TREE
         return TREES.get(self.target_precision, DEFAULT_TREE)
 
 

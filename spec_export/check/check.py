@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from spec_export import reference
 from spec_export.build import drafters, make_bundle
 from spec_export.build.make_bundle import BuildOptions
+from spec_export.build.options import GPU_PRECISIONS
 from spec_export.check.replay import TransformersModel, make_scripts, play
+from spec_export.graphs import trace
+from spec_export.graphs.quantize import dequantised
 from spec_export.model import target
 from spec_export.model.config import read_config
 from spec_export.model.decoder import Backbone
@@ -68,6 +72,7 @@ BOUNDS = {
     "bf16": Bounds(logits=0.05, features=0.1, perplexity=1.02),
     "int8": Bounds(logits=0.1, features=0.15, perplexity=1.03),
     "int4": Bounds(logits=0.1, features=0.15, perplexity=1.10),
+    "fp8": Bounds(logits=0.1, features=0.15, perplexity=1.05),
 }
 
 
@@ -186,6 +191,7 @@ def run(
                     options = BuildOptions(
                         model, precision=precision, out=made, form=form, base=base,
                         drafter_checkpoints=checkpoints, lanes=1,
+                        device="cuda" if precision in GPU_PRECISIONS else "cpu",
                     )  # fmt: skip
                     make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)
@@ -272,7 +278,7 @@ def _check_bundle(
         why = "transformers takes the short rotary factors for short sequences, the graph the long"
         return [*rows, CheckRow("logits", name, None, note=why)]
     try:
-        backend = open_graph(opened, graph, info.max_length + info.scratch)
+        backend = _open_target(opened)
     except UserError as error:
         return [*rows, CheckRow("logits", name, None, note=str(error))]
     text = tokenizer.encode(reference.prose(), special_tokens=True)
@@ -285,7 +291,22 @@ def _check_bundle(
     why = "not compared: its drafter's weights are in --drafter-checkpoint"
     rows += [CheckRow(each, name, None, note=why) for each in run_by_target if each not in known]
     del backend  # frees its weights and buffers before the engine loads its own
+    if info.precision in GPU_PRECISIONS:
+        return [*rows, CheckRow("accepted", name, None, note="fp8 bundles run on GPUs only")]
     return [*rows, *_accepted_length_rows(name, opened, report)]
+
+
+def _open_target(opened: bundles.Bundle) -> Backend:
+    """Opens the target's graph; that of a bundle in fp8 with its weights as float16."""
+    manifest = opened.manifest
+    graph, info = manifest.graphs["target"], manifest.target
+    if info.precision not in GPU_PRECISIONS:
+        return open_graph(opened, graph, info.max_length + info.scratch)
+    narrow = dataclasses.replace(manifest, target=dataclasses.replace(info, precision="fp16"))
+    with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
+        trace.save(dequantised(ir.load(opened.path / graph.file)), Path(folder) / graph.file)
+        there = bundles.Bundle(Path(folder), narrow)
+        return open_graph(there, graph, info.max_length + info.scratch)
 
 
 def _graph_rows(

@@ -40,7 +40,8 @@ TargetPrecision = Annotated[
     Precision | None,
     typer.Option(
         "--precision",
-        help="Precision of the weights: int8 and int4 run on CPUs only, fp16 and bf16 are for GPUs",
+        help="Precision of the weights: int8 and int4 run on CPUs only, fp16 and bf16 are for "
+        "GPUs, and fp8 runs on GPUs only",
         show_default="fp32, with --device cuda fp16",
     ),
 ]

@@ -12,6 +12,7 @@ class Precision(StrEnum):
     int4 = "int4"
     fp16 = "fp16"
     bf16 = "bf16"
+    fp8 = "fp8"
 
 
 class Form(StrEnum):

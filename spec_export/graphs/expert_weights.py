@@ -6,14 +6,15 @@ quantises each row's activations in blocks of 32 as well, so that a tree node do
 siblings.
 """
 
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, input_at
+from spec_export.graphs.four_bits import BLOCK, pack_zero_points
 from spec_export.graphs.packed import Arrays, Packed
-from spec_export.graphs.rounding import num_steps
 
-BLOCK = 32
 KEPT = (  # attributes that both operators have
     "k",
     "normalize_routing_weights",
@@ -39,7 +40,8 @@ def quantize_experts(edit: GraphEditor, node: ir.Node, bits: int) -> None:
     inputs: list[ir.Value | None] = [*node.inputs[:2]]
     zero_points: list[ir.Value] = []
     for value, weight, (E, R, K), bias in zip(matrices, weights, shapes, biases, strict=True):
-        packed, blocks = Packed(edit, weight, _q8 if bits == 8 else _q4), K // BLOCK
+        pack = _q8 if bits == 8 else partial(pack_zero_points, size=BLOCK)
+        packed, blocks = Packed(edit, weight, pack), K // BLOCK
         q = packed.array(0, np.uint8, (E, R, K * bits // 8), f"{value.name}.q")
         scale = packed.array(1, np.float32, (E, R, blocks), f"{value.name}.s")
         inputs += [q, scale, bias]
@@ -86,19 +88,3 @@ def _q8(rows_RK: np.ndarray) -> Arrays:
     scale = np.where(is_exact, power, scale).astype(np.float32)
     q = (np.rint(blocks / scale) + 128).astype(np.uint8)
     return q.reshape(rows_RK.shape), scale[..., 0]
-
-
-def _q4(rows_RK: np.ndarray) -> Arrays:
-    """Packs rows into u8[R, K/2], the first of each pair of values in the low half of its byte,
-    with scales f32[R, B] and zero points u8[R, ⌈B/2⌉], packed alike."""
-    blocks = rows_RK.reshape(len(rows_RK), -1, BLOCK)
-    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
-    scale = ((high - low) / num_steps(blocks, low, high, 15))[..., None]
-    low = low[..., None]
-    scale[scale == 0] = 1
-    zero = np.rint(-low / scale)
-    q = (np.rint(blocks / scale) + zero).clip(0, 15).astype(np.uint8)
-    q, zero = q.reshape(rows_RK.shape), zero[..., 0].astype(np.uint8)
-    zero = np.pad(zero, ((0, 0), (0, zero.shape[-1] % 2)))
-    halves = [part[..., ::2] | (part[..., 1::2] << 4) for part in (q, zero)]
-    return halves[0], scale[..., 0].astype(np.float32), halves[1]

@@ -36,7 +36,7 @@ def form_of(rows_NK: np.ndarray, size: int = BLOCK) -> Form:
     better; else zero points in blocks of at most `size`."""
     rows_NK = rows_NK[:LOOKED_AT]
     sizes = [each for each in BLOCKS if rows_NK.shape[1] % each == 0]
-    share_of = {each: _on_zero_points(_in_blocks(rows_NK, each))[2].mean() for each in sizes}
+    share_of = {each: _on_zero_points(in_blocks(rows_NK, each))[2].mean() for each in sizes}
     held = next((each for each in sizes if share_of[each] >= NEARLY_ALL), None)
     if held is None or share_of[held] < 1:
         with_minima = unpack_minima(pack_minima(rows_NK)) - rows_NK
@@ -52,7 +52,7 @@ def pack_minima(rows_NK: np.ndarray) -> Arrays:
     Returns q packed u8[N, B, 16] (value 2j in the low half of a byte, 2j+1 in the high half), scale
     f32[N, B] and minimum f32[N, B].
     """
-    blocks = _in_blocks(rows_NK, BLOCK)
+    blocks = in_blocks(rows_NK, BLOCK)
     low, high = blocks.min(-1), blocks.max(-1)
     scale = (high - low) / num_steps(blocks, low, high, MOST)
     places = (blocks - low[..., None]) / np.where(scale == 0, 1, scale)[..., None]
@@ -74,7 +74,7 @@ def pack_zero_points(rows_NK: np.ndarray, size: int) -> Arrays:
     squared error. Returns q packed u8[N, B, size / 2], scale f32[N, B] and the zero points, packed
     alike, u8[N, (B + 1) / 2].
     """
-    blocks = _in_blocks(rows_NK, size)
+    blocks = in_blocks(rows_NK, size)
     scale, zero, is_exact = _on_zero_points(blocks)
     others = ~is_exact
     scale[others], zero[others] = _nearest_zero_points(blocks[others])
@@ -130,7 +130,7 @@ def _nearest_zero_points(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, zero
 
 
-def _in_blocks(rows_NK: np.ndarray, size: int) -> np.ndarray:
+def in_blocks(rows_NK: np.ndarray, size: int) -> np.ndarray:
     """Returns rows in blocks, f32[N, B, size]."""
     return rows_NK.reshape(len(rows_NK), -1, size)
 

@@ -12,24 +12,19 @@ from spec_export.graphs.edit import add_initializer, remove_unused_initializers
 
 WIDE = frozenset(("Softmax", "LogSoftmax", "TopK"))
 NARROW = frozenset(("MatMul", "Gemm", "Attention"))
-HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+FLOAT16 = ir.DataType.FLOAT16
+HALVES = {"fp16": FLOAT16, "bf16": ir.DataType.BFLOAT16, "fp8": FLOAT16}  # fp8: but for weights
+WIDER = "wider"  # where a narrowed initializer's `meta` has its float32 tensor, for quantising
 
 
 def narrow(model: ir.Model, precision: str) -> ir.Model:
     """Brings a float32 graph into the type of the precision, in place, and returns it.
 
-    Nothing changes for precisions other than fp16 and bf16, or where a weight has the type already.
+    Nothing changes for precisions without a type in HALVES, or where a weight has it already.
     """
-    dtype = HALVES.get(precision)
-    weights = model.graph.initializers.values()
-    if dtype is not None and all(weight.dtype != dtype for weight in weights):
-        to_half(model, dtype)
-    return model
-
-
-def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
-    """Rewrites `model` in place and returns it. dtype: FLOAT16 or BFLOAT16."""
-    graph = model.graph
+    graph, dtype = model.graph, HALVES.get(precision)
+    if dtype is None or any(weight.dtype == dtype for weight in graph.initializers.values()):
+        return model
     casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
     wide: set[ir.Value | None] = set()
 
@@ -93,4 +88,6 @@ def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value
         return ir.tensor(wide.numpy().astype(dtype.numpy()), dtype=dtype)
 
     tensor = ir.LazyTensor(converted, dtype, ir.Shape(wide.shape.numpy()))
-    return add_initializer(graph, tensor, f"{value.name}.{dtype.name.lower()}")
+    narrowed = add_initializer(graph, tensor, f"{value.name}.{dtype.name.lower()}")
+    narrowed.meta[WIDER] = wide
+    return narrowed

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import DTypeLike
 
 from spec_export.graphs.edit import GraphEditor
 
@@ -34,7 +35,7 @@ class Packed:
         self._values: dict[int, ir.Value] = {}
 
     def array(
-        self, index: int, dtype: type, shape: Sequence[int], stem: str, *, turn: bool = False
+        self, index: int, dtype: DTypeLike, shape: Sequence[int], stem: str, *, turn: bool = False
     ) -> ir.Value:
         """Returns the initializer of one of the arrays, of this type and shape; turn: transposed,
         and the shape is that of the result."""

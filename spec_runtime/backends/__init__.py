@@ -20,6 +20,7 @@ from spec_runtime.backends.base import (
     Rows,
     RowsReader,
     Runtime,
+    beside,
     run_at_once,
     run_each,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Rows",
     "RowsReader",
     "Runtime",
+    "beside",
     "open_graph",
     "open_lanes",
     "open_sampling",

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from spec_runtime.files.mapping import Checked
 from spec_runtime.options import Option
 
 T = TypeVar("T")
+OnDevice = tuple[dict[str, np.ndarray], Mapping[str, "Rows"]]  # see DeviceBackend.start
 
 
 class Backend(Protocol):
@@ -45,7 +45,7 @@ class GraphRun:
     outputs: Sequence[str]
     results: dict[str, np.ndarray] = field(default_factory=dict)
     seconds: float = 0.0
-    _finish: Callable[[], dict[str, np.ndarray]] | None = None
+    _finish: Callable[[], OnDevice] | None = None
 
     def start(self) -> None:
         """Starts it on a device, once, so that it runs while its owner and others go on."""
@@ -58,7 +58,7 @@ class GraphRun:
         """Runs it by itself, or waits for what was started."""
         begin = time.perf_counter()
         finish = self._finish
-        self.results = finish() if finish else self.backend.run(self.feeds, self.outputs)
+        self.results = finish()[0] if finish else self.backend.run(self.feeds, self.outputs)
         self.seconds += time.perf_counter() - begin
 
 
@@ -70,6 +70,22 @@ def run_at_once(runs: Generator[GraphRun, None, T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def beside(
+    runs: Generator[GraphRun, None, T], work: Callable[[], object]
+) -> Generator[GraphRun, None, T]:
+    """Yields these runs, and does the work while the first one is on its device."""
+    try:
+        first = next(runs)
+    except StopIteration as end:
+        work()
+        result: T = end.value
+        return result
+    first.start()
+    work()
+    yield first
+    return (yield from runs)
 
 
 def run_each(runs: Sequence[GraphRun]) -> None:
@@ -117,22 +133,16 @@ class DeviceBackend(ABC):
     @abstractmethod
     def has_output(self, name: str) -> bool: ...
 
-    @abstractmethod
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run."""
-
-    def start(
-        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
-    ) -> Callable[[], dict[str, np.ndarray]]:
-        """Starts a run, if the backend can; what is returned waits for it and returns what `run`
-        does. No other run of this backend may come in between."""
-        return partial(self.run, feeds, outputs)
+        return self.start(feeds, outputs)()[0]
 
     @abstractmethod
-    def run_keeping(
-        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
-    ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
-        """Runs once; returns `outputs` on the host, and `kept` [R, W] as rows on the device."""
+    def start(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str] = ()
+    ) -> Callable[[], OnDevice]:
+        """Starts a run. What is returned waits for it, once, and returns `outputs` on the host, and
+        `kept` [R, W] as rows on the device. No other run of this backend may come in between."""
 
 
 class RowBackend(ABC):

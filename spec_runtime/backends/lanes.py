@@ -105,9 +105,14 @@ class LanePasses:
                 self._open(num_lanes, lane.capacity, self._joins.of([as_lender(lane)] * num_lanes))
 
     def run(
-        self, lanes: Sequence[Backend], feeds: Sequence[Feeds], outputs: Sequence[str]
+        self,
+        lanes: Sequence[Backend],
+        feeds: Sequence[Feeds],
+        outputs: Sequence[str],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[dict[str, Any]]:
-        """Runs the rows of all lanes once; returns each lane's outputs, as its own run would.
+        """Runs the rows of all lanes once, and `meanwhile` while a device does; returns each lane's
+        outputs, as its own run would.
 
         There are at least two lanes and a graph for so many. `feeds` holds each lane's feeds.
         Outputs that the graph has not are the sampling graph's. On a device logits stay there (see
@@ -123,7 +128,7 @@ class LanePasses:
             as_lender(lane).copies.settle()  # each has its own stream
         wider = self._wider(feeds, capacity)
         wide = [self._widened(feeds[k], wider) for k in order]
-        found = _run(backend, sampling, _joined(wide), outputs)
+        found = _run(backend, sampling, _joined(wide), outputs, meanwhile)
         backend.copies.settle()
         self.is_warm = backend.is_warm
         axes = {spec.name: spec.shape[0] for spec in self._target.outputs}
@@ -158,7 +163,8 @@ class LanePasses:
             return wider
         most = {axis: max(_num_rows(each)[axis] for each in feeds) for axis in ("N", "M")}
         if self._runtime.has_cuda_graphs and most["N"] <= WIDTHS[-1]:
-            wider |= padded_sizes(self._target, most, capacity)
+            precision = self._bundle.manifest.target.precision
+            wider |= padded_sizes(self._target, most, capacity, precision=precision)
         if self._target.attention == "bias":
             num_slots = max(each["seqlens_k"].item() + 1 for each in feeds)
             wider["S"] = mask_width(max(num_slots, most["N"], *wider.values()), capacity)
@@ -181,12 +187,16 @@ def _run(
     sampling: RowsReader | None,
     feeds: dict[str, np.ndarray],
     outputs: Sequence[str],
+    meanwhile: Callable[[], None],
 ) -> dict[str, Any]:
     """Returns these outputs of one run, logits on the device if there is one."""
     if not isinstance(backend, DeviceBackend):
+        meanwhile()
         return dict(backend.run(feeds, outputs))
     own = [name for name in outputs if name != LOGITS and backend.has_output(name)]
-    fetched, kept = backend.run_keeping(feeds, own, [LOGITS])
+    finish = backend.start(feeds, own, [LOGITS])
+    meanwhile()
+    fetched, kept = finish()
     others = [name for name in outputs if not backend.has_output(name)]
     found = {**fetched, **kept}
     if others:

@@ -12,6 +12,7 @@ from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.bundle.manifest import Graph
 
 WIDTHS = (1, 16, 64)  # up to 16 a GPU reads weights no slower than for one row
+FP8_WIDTHS = (1, 8, 64)  # and those of 8 bits up to 8
 
 
 class PaddedRows:
@@ -54,18 +55,22 @@ class PaddedRows:
 
 
 def padded_sizes(
-    graph: Graph, sizes: Mapping[str, int], capacity: int, most: Mapping[str, int] | None = None
+    graph: Graph,
+    sizes: Mapping[str, int],
+    capacity: int,
+    most: Mapping[str, int] | None = None,
+    precision: str = "",
 ) -> dict[str, int]:
-    """Returns the sizes of the free axes with each axis of rows widened to one of WIDTHS.
+    """Returns the sizes of the free axes with each axis of rows widened to one of WIDTHS, or of
+    FP8_WIDTHS for weights of that precision.
 
-    `most` limits some of them. An axis stays as it is if it is longer than all WIDTHS, and all stay
+    `most` limits some of them. An axis stays as it is if it is longer than all widths, and all stay
     if the cache has no room for the padded rows.
     """
-    limits = most or {}
-    wider = {
-        axis: padded_width(size, limits.get(axis, WIDTHS[-1])) if axis not in ("S", "A+N") else size
-        for axis, size in sizes.items()
-    }
+    limits, widths = most or {}, FP8_WIDTHS if precision == "fp8" else WIDTHS
+    wider = dict(sizes)
+    for axis in sizes.keys() - {"S", "A+N"}:
+        wider[axis] = padded_width(sizes[axis], limits.get(axis, widths[-1]), widths)
     if graph.form == "contiguous":
         wider["A+N"] = wider["A"] + wider["N"]
     has_room = graph.form == "stateless" or wider["N"] <= capacity
@@ -96,9 +101,9 @@ def plan_padding(
     return {**feeds, "perm": perm}, {**sizes, "A+N": wider["A+N"]}, wider
 
 
-def padded_width(num_rows: int, most: int) -> int:
-    """Returns the least of WIDTHS from `num_rows` to `most`, or `num_rows` if there is none."""
-    return next((width for width in WIDTHS if num_rows <= width <= most), num_rows)
+def padded_width(num_rows: int, most: int, widths: Sequence[int]) -> int:
+    """Returns the least of `widths` from `num_rows` to `most`, or `num_rows` if there is none."""
+    return next((width for width in widths if num_rows <= width <= most), num_rows)
 
 
 def _wider_perm(perm: np.ndarray, sizes: Mapping[str, int], wider: Mapping[str, int]) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,8 @@ MAX_GAP = 0.25  # seconds of a pass in which some decode and prompts' chunks rid
 log = logging.getLogger("spec_runtime")
 
 Owner = Any
-Found = list[tuple[Owner, Chunk | Exception]]
+Found = tuple[Owner, Chunk | Exception]
+Give = Callable[[Found], object]
 MayGoOn = Callable[[Owner], bool]
 
 
@@ -173,31 +175,33 @@ class Batch:
         self._awaited.pop(call, None)
         self._order.append(lane)
 
-    def turn(self, may_go_on: MayGoOn = lambda owner: True) -> Found:
-        """Takes all calls on by one pass; returns what comes of them, each with its call's owner.
+    def turn(
+        self, give: Give = lambda found: None, may_go_on: MayGoOn = lambda owner: True
+    ) -> None:
+        """Takes all calls on by one pass; gives what comes of them, each with its call's owner.
 
+        What a pass on a device has committed is given while the device runs the next one.
         Calls that may not go on wait. An error ends its own call only, or all that share a run that
         fails. `has_gone_on` says whether any went on.
         """
         lanes = [lane for lane in self._order if may_go_on(lane.owner)]
         self.has_gone_on = bool(lanes)
-        found: Found = []
         calls = [lane.call for lane in lanes]
         for call in calls:
             call.enter()
         try:
             for lane in lanes:
-                self._read(lane, found)  # it begins, or was ended meanwhile
+                if not lane.puts_off():
+                    self._read(lane, give)  # it begins, or was ended meanwhile
             lanes = self._share_out([lane for lane in lanes if not lane.is_free])
             self._count_cycle(len(lanes))
             num_groups = -(-len(lanes) // self._most_lanes)
             for group in range(num_groups):
-                self._run(lanes[group::num_groups], found)
+                self._run(lanes[group::num_groups], give)
         finally:
             for call in calls:
                 call.leave()
         self._order = [lane for lane in self._order if not lane.is_free]
-        return found
 
     def answer(self, calls: Sequence[Call]) -> Generator[tuple[int, Chunk], None, None]:
         """Yields the chunks of prepared calls as they come, each with its call's number.
@@ -210,7 +214,9 @@ class Batch:
             while waiting or self._order:
                 while waiting and (lane := self.lane_for(waiting[0][1])) is not None:
                     self.begin(lane, *waiting.popleft())
-                for number, chunk in self.turn():
+                found: list[Found] = []
+                self.turn(found.append)
+                for number, chunk in found:
                     if isinstance(chunk, Exception):
                         raise chunk
                     yield number, chunk
@@ -258,24 +264,28 @@ class Batch:
             lane.limit(most, share, is_shared=True)
         return [lane for lane in lanes if by_lane.get(lane, 1)]
 
-    def _run(self, lanes: Sequence[Lane], found: Found) -> None:
+    def _run(self, lanes: Sequence[Lane], give: Give) -> None:
         """Takes these lanes on by one pass that they share."""
         decodings = {lane.decoding: lane for lane in lanes}
-        for decoding in decodings:
+        failed: dict[Decoding, Exception] = {}
+        for decoding, lane in decodings.items():
             decoding.host_seconds = 0.0
+            decoding.meanwhile = partial(self._give_put_off, lane, give, failed)
         run_drafts = run_each if self._passes is None else self._passes.run_drafts
 
         def verify(drafted: Sequence[Decoding], asked: Sequence[Asked]) -> list[Verified]:
             return self._verify([decodings[each] for each in drafted], [*asked])
 
-        errors = take_pass([*decodings], run_drafts, verify)
+        errors = take_pass([*decodings], run_drafts, verify) | failed
         for decoding, lane in decodings.items():
             if (error := errors.pop(decoding, None)) is not None:
+                decoding.meanwhile()  # where there was no pass
                 lane.close()
-                found.append((lane.owner, error))
+                give((lane.owner, error))
                 continue
             begin, step = time.perf_counter(), decoding.step
-            self._read(lane, found)
+            if not lane.puts_off():
+                self._read(lane, give)
             decoding.host_seconds += time.perf_counter() - begin
             num_lanes = len(self._order)
             if step is not None and lane.pacer.is_shared and num_lanes > 1 and not lane.is_free:
@@ -283,15 +293,28 @@ class Batch:
                 seconds = decoding.host_seconds
                 self._pace.judge(lane.pacer, num_lanes, drafted, accepted, seconds)
 
-    def _read(self, lane: Lane, found: Found) -> None:
+    def _read(self, lane: Lane, give: Give) -> None:
         """Gives out what the lane's last pass committed, and frees the lane if its call is over."""
         try:
-            for chunk in lane.read():
-                self._cycle_tokens += len(chunk.token_ids)
-                found.append((lane.owner, chunk))
+            chunks = lane.read()
         except Exception as error:
             lane.close()
-            found.append((lane.owner, error))
+            give((lane.owner, error))
+        else:
+            self._give(lane, chunks, give)
+
+    def _give_put_off(self, lane: Lane, give: Give, failed: dict[Decoding, Exception]) -> None:
+        try:
+            chunks = lane.read_put_off()
+        except Exception as error:
+            failed[lane.decoding] = error
+        else:
+            self._give(lane, chunks, give)
+
+    def _give(self, lane: Lane, chunks: Sequence[Chunk], give: Give) -> None:
+        for chunk in chunks:
+            self._cycle_tokens += len(chunk.token_ids)
+            give((lane.owner, chunk))
 
     def _verify(self, lanes: Sequence[Lane], asked: list[Asked]) -> list[Verified]:
         """Runs one pass for these lanes, over as many nodes of their trees as pay."""

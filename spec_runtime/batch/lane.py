@@ -10,6 +10,7 @@ from spec_runtime.loop.generate import Decoding
 from spec_runtime.loop.proposer import OpenedDrafter, PlainProposer, Proposer
 from spec_runtime.loop.reading import ChunkReader
 from spec_runtime.loop.result import Chunk
+from spec_runtime.loop.step import Step
 from spec_runtime.loop.target import PREFILL_ROWS
 from spec_runtime.pace.pacer import Pacer, Pause
 from spec_runtime.trees.budget import Budget
@@ -40,6 +41,7 @@ class Lane:
         self.begun = 0  # which of the batch's calls, counted from 1, was its last
         self._primary, self._number = primary, number
         self._reader: ChunkReader | None = None
+        self._step: Step | None = None  # that was put off
         self._has_exact_rows = True
 
     @property
@@ -122,14 +124,31 @@ class Lane:
         rows = (max_rows, chunk_rows) if self.cuts_trees else (PREFILL_ROWS, PREFILL_ROWS)
         self.decoding.max_rows, self.decoding.chunk_rows = rows
 
+    def puts_off(self) -> bool:
+        """Keeps what the last pass committed until `read_put_off`, if the call goes on on a device,
+        which then runs the next pass meanwhile."""
+        answering = self.answering
+        if answering is None or (decoding := answering.decoding) is None:
+            return False
+        if not (decoding.target.is_on_device and decoding.goes_on()):
+            return False
+        self._step = self._step or answering.take_step()
+        return True
+
+    def read_put_off(self) -> list[Chunk]:
+        """Returns the chunk of what was put off, if anything was."""
+        step, self._step = self._step, None
+        assert self._reader is not None
+        return [] if step is None else [self._reader.chunk(step)]
+
     def read(self) -> list[Chunk]:
         """Returns chunks of what the last pass committed, and of the end, which frees the lane."""
         assert self.answering is not None
-        assert self._reader is not None
-        step = self.answering.take_step()
-        chunks = [] if step is None else [self._reader.chunk(step)]
+        self._step = self._step or self.answering.take_step()
+        chunks = self.read_put_off()
         if not self.answering.goes_on():
             assert self.answering.result is not None
+            assert self._reader is not None
             chunks.append(self._reader.last(self.answering.result))
             self.close()
         return chunks
@@ -138,4 +157,4 @@ class Lane:
         """Ends the call, if one is answered."""
         if self.answering is not None:
             self.answering.close()
-        self.answering = self._reader = None
+        self.answering = self._reader = self._step = None

@@ -17,8 +17,9 @@ _OURS = """
     Mul Not Or Pad QuantizeLinear RMSNormalization Range ReduceMax ReduceSum Reshape RotaryEmbedding
     ScatterElements ScatterND Shape Sigmoid Slice Softmax Split Squeeze Sub TensorScatter TopK
     Transpose Unsqueeze Where
-    com.microsoft.GroupQueryAttention com.microsoft.MatMulIntegerToFloat com.microsoft.MatMulNBits
-    com.microsoft.MoE com.microsoft.QMoE com.microsoft.SkipSimplifiedLayerNormalization
+    com.microsoft.GroupQueryAttention com.microsoft.MatMulBlockQuantizedFp8Weight
+    com.microsoft.MatMulIntegerToFloat com.microsoft.MatMulNBits com.microsoft.MoE
+    com.microsoft.QMoE com.microsoft.SkipSimplifiedLayerNormalization
 """
 # Plain arithmetic that a drafter of one's own may need, and that exporters write.
 _PLAIN = """

@@ -7,6 +7,7 @@ from spec_runtime.dialogue.reader import ResponseReader, overlap
 REPLACEMENT = "\ufffd"  # what bytes are decoded as that are no character, or not yet
 MAX_CHARACTER_BYTES = 4  # of UTF-8
 MAX_WINDOW = 64  # tokens decoded at a time
+MAX_KNOWN = 8  # of them, those whose text is out already
 MAX_WORD_TOKENS = 8  # of a prompt, looked at for its last text
 
 
@@ -15,10 +16,11 @@ class TextStream:
 
     Text is released as soon as no later token can change it. Example, stop "END": pushing "a",
     "E", "N", "x" releases "a", "", "", "ENx"; pushing "a", "E", "ND" releases "a" and stops.
-    `stop` is then the stop string. `ends` says of each token where its text ends in `text`, in
-    characters, held text included. `prompt` are the ids before the answer: a SentencePiece word
-    has a space before it unless it is the first one. `reader` is asked where the answer's text is:
-    a stop string within thinking ends nothing.
+    `stop` is then the stop string. Without stop strings tokens are decoded when their text is
+    taken, or by `settle`, as while a device runs. `ends` says of each token decoded where its text
+    ends in `text`, in characters, held text included. `prompt` are the ids before the answer: a
+    SentencePiece word has a space before it unless it is the first one. `reader` is asked where the
+    answer's text is: a stop string within thinking ends nothing.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class TextStream:
         self.ends: list[int] = []
         self._decode = decode
         self._stops = stops
+        self._pushed: list[int] = []  # and not decoded
         self._ids = _last_word(decode, prompt)  # a window: `_read` ids that are out, then new ones
         self._read = len(self._ids)
         self._shown = len(decode(self._ids)) if self._ids else 0  # characters of it that are out
@@ -48,27 +51,41 @@ class TextStream:
 
     def push(self, token: int) -> bool:
         """Adds a token; returns True once a stop string is complete, before which the text ends."""
+        self._pushed.append(token)
+        if self._stops:
+            self.settle()
+        return self.stopped
+
+    def settle(self) -> None:
+        """Decodes all tokens that were pushed."""
+        for token in self._pushed:
+            self._release(self._piece(token), token)
+            self.ends.append(len(self.text) + len(self._held))
+        self._pushed.clear()
+
+    def _piece(self, token: int) -> str:
+        """Returns the text that this token completes; decodes once, for most tokens."""
         self._ids.append(token)
         text = self._decode(self._ids)
         piece = text[self._shown : self._settled(text)]
+        self._shown += len(piece)
         if piece and not text.endswith(REPLACEMENT):
-            # keep the last tokens: some decoders treat the first id of a list differently
-            del self._ids[: self._read]
-            self._read = len(self._ids)
-            self._shown = len(self._decode(self._ids))
-        else:
-            self._shown += len(piece)
-            if len(self._ids) > MAX_WINDOW:  # of bytes that become no character
-                num_waiting = len(text) - self._shown
-                del self._ids[:-MAX_CHARACTER_BYTES]
-                self._read = 0
-                self._shown = max(0, len(self._decode(self._ids)) - num_waiting)
-        self._release(piece, token)
-        self.ends.append(len(self.text) + len(self._held))
-        return self.stopped
+            last, self._read = self._read, len(self._ids)
+            if self._read > MAX_KNOWN:
+                # keep the last tokens: some decoders treat the first id of a list differently
+                del self._ids[:last]
+                self._read = len(self._ids)
+                self._shown = len(self._decode(self._ids))
+        elif len(self._ids) > MAX_WINDOW:  # of bytes that become no character
+            num_waiting = len(text) - self._shown
+            del self._ids[:-MAX_CHARACTER_BYTES]
+            self._read = 0
+            self._shown = max(0, len(self._decode(self._ids)) - num_waiting)
+        return piece
 
     def finish(self) -> None:
         """Releases the text held back, as no more tokens come."""
+        self.settle()
         text = self._decode(self._ids) if self._ids else ""
         self._release(text[self._shown :])
         self._shown = max(self._shown, len(text))
@@ -79,6 +96,7 @@ class TextStream:
 
     def take(self) -> str:
         """Returns the text released since the last call."""
+        self.settle()
         piece = self.text[self._taken :]
         self._taken = len(self.text)
         return piece
@@ -90,6 +108,7 @@ class TextStream:
         Example, stop "END": after "a", "E", "N" this returns [(0, "a")], and after another "x"
         [(1, "E"), (2, "N"), (3, "x")].
         """
+        self.settle()
         pieces = []
         while self._taken < len(self.text):
             end = min(self.ends[self._first], len(self.text))

@@ -219,6 +219,7 @@ class Answering:
             call.scores,
             call.only_reads,
         )
+        self.decoding.meanwhile = call.text.settle
         target.truncate(reused)
         proposer.truncate(reused if restored is None else 0)
         return self.decoding

@@ -22,7 +22,7 @@ from spec_runtime.loop.proposer import Proposer
 from spec_runtime.loop.row_store import RestoredRows
 from spec_runtime.loop.stats import Clock, Stats
 from spec_runtime.loop.step import Ending, Step, count_step, end_step
-from spec_runtime.loop.target import PREFILL_ROWS, Asked, Target, Verified, Wants
+from spec_runtime.loop.target import PREFILL_ROWS, Asked, Target, Verified, Wants, idle
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.coupling import Coupling
@@ -122,7 +122,8 @@ class Decoding:
     be reused. With `only_reads` nothing comes after the prompt.
 
     `max_rows` and `chunk_rows` bound what may be asked of the next pass: a tree's nodes, and tokens
-    of the prompt. `host_seconds` counts what the host and the drafter take.
+    of the prompt. `meanwhile` is called while a device runs the pass, see Target.verify.
+    `host_seconds` counts what the host and the drafter take.
     """
 
     target: Target
@@ -140,6 +141,7 @@ class Decoding:
     only_reads: bool = False
     tokens: list[int] = field(default_factory=list)
     step: Step | None = None
+    meanwhile: Callable[[], None] = idle
     max_rows: int = PREFILL_ROWS
     chunk_rows: int = PREFILL_ROWS
     host_seconds: float = 0.0
@@ -185,14 +187,14 @@ class Decoding:
             if self.num_unread == num_rows + 1 > 3:  # a row by itself is computed in another form
                 num_rows -= 1
             chunk = TokenTree.chain(self.prompt[self._num_read :][:num_rows])
-            return Asked(chunk, self._wants, last_only=self.scores is None)
+            return Asked(chunk, self._wants, self.scores is None, self.meanwhile)
         self._engine_seconds = target.run_seconds + self.proposer.run_seconds
         limited = self._budget.within(self.ending.remaining - 1).rooted_at(target.length)
         tree = yield from self.proposer.drafting(self.tokens[-1], limited.at_most(self.max_rows))
         if not self.proposer.reads_answers:  # nothing is accepted after an end
             tree = tree.ending_at(self.ending.stop_ids)
         self._clock.lap("draft")
-        return Asked(tree, self._wants)
+        return Asked(tree, self._wants, meanwhile=self.meanwhile)
 
     def accept(self, verified: Verified) -> None:
         """Commits what the pass over the last proposal says, which is the `step` from now on."""

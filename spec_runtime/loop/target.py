@@ -46,6 +46,10 @@ class Wants:
 LOGITS = Wants()  # nothing else
 
 
+def idle() -> None:
+    """Does nothing."""
+
+
 def top_gap(logits_V: np.ndarray) -> float:
     """Returns the largest logit less the next one, as a share of the row's range; 0 for a tie.
 
@@ -239,13 +243,20 @@ class Target:
             self.commit(range(chunk.num_nodes))
         return verified, np.concatenate(chunks_TF) if wants.features else None
 
-    def verify(self, tree: TokenTree, wants: Wants = LOGITS, last_only: bool = False) -> Verified:
+    def verify(
+        self,
+        tree: TokenTree,
+        wants: Wants = LOGITS,
+        last_only: bool = False,
+        meanwhile: Callable[[], None] = idle,
+    ) -> Verified:
         """Runs one pass over the tree; nothing is committed yet.
 
         `last_only` asks for the logits of the last node and no other, which are then the only row.
+        `meanwhile` is called while a device runs the pass; on a CPU, before it.
         """
         row_M = self._rows(tree.num_nodes, last_only)
-        return self._run(tree, row_M, wants, self._is_strict(tree, last_only))
+        return self._run(tree, row_M, wants, self._is_strict(tree, last_only), meanwhile)
 
     def needs_redo(self, logits_V: np.ndarray) -> bool:
         """Returns whether a tree's row of logits f32[V] is too near a tie; counts the question."""
@@ -305,25 +316,34 @@ class Target:
             pass
 
     def _run(
-        self, tree: TokenTree, row_M: np.ndarray, wants: Wants, is_strict: bool = False
+        self,
+        tree: TokenTree,
+        row_M: np.ndarray,
+        wants: Wants,
+        is_strict: bool,
+        meanwhile: Callable[[], None],
     ) -> Verified:
         """Computes the logits of the rows `row_M`, which stay on the device if there is one, and
         what else is wanted."""
         feeds = self._feeds(tree, row_M)
-        names = list(wants.features)
-        begin = time.perf_counter()
+        names, argmax = list(wants.features), self._argmax
         found: dict[str, Any]
         if self._device is None:
+            meanwhile()
+            begin = time.perf_counter()
             found = dict(self._backend.run(feeds, ["logits", *names]))
-        elif wants.top and self._sampling is not None:
+        else:
+            begin = time.perf_counter()
+            sampling = self._sampling if wants.top else None
             # No draw needs the argmax. It stays on the device, so that greedy requests and those
             # that sample share captured graphs, which are kept by what is asked for.
-            outputs, kept = self._device.run_keeping(feeds, names, [*self._argmax, "logits"])
-            top = self._sampling.run(kept["logits"], TOP)
-            found = {**outputs, "logits": kept["logits"], **dict(zip(TOP, top, strict=True))}
-        else:
-            outputs, kept = self._device.run_keeping(feeds, [*names, *self._argmax], ["logits"])
-            found = {**outputs, **kept}
+            fetched, kept = (names, argmax) if sampling else (names + argmax, [])
+            finish = self._device.start(feeds, fetched, [*kept, "logits"])
+            meanwhile()
+            outputs, rows = finish()
+            found = {**outputs, **rows}
+            if sampling is not None:
+                found |= zip(TOP, sampling.run(rows["logits"], TOP), strict=True)
         self.run_seconds += time.perf_counter() - begin
         return self._verified(tree, wants, found, is_strict)
 
@@ -337,6 +357,11 @@ class Target:
         if wants.top and TOP_IDS in found:
             return Verified(found["logits"], parts, tree, top=[found[name] for name in TOP])
         return Verified(found["logits"], parts, tree, found.get(ARGMAX))
+
+    @property
+    def is_on_device(self) -> bool:
+        """Says whether the host may work while a pass runs, see `verify`."""
+        return self._device is not None
 
     @property
     def _argmax(self) -> list[str]:
@@ -365,6 +390,7 @@ class Asked(NamedTuple):
     tree: TokenTree
     wants: Wants = LOGITS
     last_only: bool = False
+    meanwhile: Callable[[], None] = idle
 
 
 class SharedPasses(Protocol):
@@ -389,6 +415,7 @@ class SharedPasses(Protocol):
         lanes: Sequence[Backend],
         feeds: Sequence[Mapping[str, np.ndarray]],
         outputs: Sequence[str],
+        meanwhile: Callable[[], None],
     ) -> list[dict[str, Any]]: ...
 
 
@@ -402,19 +429,24 @@ def verify_together(
     if passes is None or len(targets) == 1:
         assert len(targets) == 1, "nothing runs their pass"
         return [targets[0].verify(*asked[0])]
+
+    def meanwhile() -> None:
+        for each in asked:
+            each.meanwhile()
+
     begin = time.perf_counter()
-    names = list(dict.fromkeys(name for _, wants, _ in asked for name in wants.features))
+    names = list(dict.fromkeys(name for each in asked for name in each.wants.features))
     feeds = [
-        target._feeds(tree, target._rows(tree.num_nodes, last_only))
-        for target, (tree, _, last_only) in zip(targets, asked, strict=True)
+        target._feeds(each.tree, target._rows(each.tree.num_nodes, each.last_only))
+        for target, each in zip(targets, asked, strict=True)
     ]
-    draws = any(wants.top for _, wants, _ in asked) and targets[0]._sampling is not None
+    draws = any(each.wants.top for each in asked) and targets[0]._sampling is not None
     wanted = ["logits", *names, *targets[0]._argmax, *(TOP if draws else ())]
-    outputs = passes.run([target._backend for target in targets], feeds, wanted)
+    outputs = passes.run([target._backend for target in targets], feeds, wanted, meanwhile)
     seconds = time.perf_counter() - begin
     verified: list[Verified] = []
-    for target, (tree, wants, last_only), found in zip(targets, asked, outputs, strict=True):
+    for target, each, found in zip(targets, asked, outputs, strict=True):
         target.run_seconds += seconds  # it waited for the others
-        is_strict = target._is_strict(tree, last_only)
-        verified.append(target._verified(tree, wants, found, is_strict))
+        is_strict = target._is_strict(each.tree, each.last_only)
+        verified.append(target._verified(each.tree, each.wants, found, is_strict))
     return verified

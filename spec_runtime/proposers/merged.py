@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from spec_runtime.backends import beside
 from spec_runtime.loop.proposer import Drafting, PlainProposer, Proposer
 from spec_runtime.loop.step import Step
 from spec_runtime.proposers.suffix_automaton import Match
@@ -56,6 +57,7 @@ class MergedProposer(ProposerWrapper):
         assert (lookup_nodes > 0) == self.has_drafter, (drafter, lookup_nodes)
         self.lookup_nodes = lookup_nodes
         self._index = TextIndex()
+        self._unindexed: list[int] = []  # the newest tokens
 
     @property
     def drafter(self) -> Proposer:
@@ -64,13 +66,13 @@ class MergedProposer(ProposerWrapper):
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         super().start(prompt, features_TF, reused)
-        self._index.extend(prompt[reused:])
+        self._unindexed += prompt[reused:]
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
         if not self.has_drafter:
             return self._found(token, budget)
-        self._index.extend([token])
-        drafted = yield from super().drafting(token, budget)
+        self._unindexed.append(token)
+        drafted = yield from beside(super().drafting(token, budget), self._extend_index)
         if drafted.draws or isinstance(budget.growth, AlongTruth):
             return drafted
         if drafted.log_prob_N is None and drafted.num_nodes > 1:
@@ -86,16 +88,22 @@ class MergedProposer(ProposerWrapper):
     def commit(self, step: Step) -> None:
         super().commit(step)
         # the root came with `drafting`, the last token will come with the next one
-        self._index.extend(step.tokens[:-1])
+        self._unindexed += step.tokens[:-1]
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
+        self._extend_index()
         self._index.truncate(length)
+
+    def _extend_index(self) -> None:
+        self._index.extend(self._unindexed)
+        self._unindexed.clear()
 
     def _found(self, token: int, budget: Budget) -> TokenTree:
         """Returns the likeliest continuations of the text after this token."""
+        self._unindexed.append(token)
+        self._extend_index()
         index = self._index
-        index.extend([token])
         return grow_best_first(token, index.end(), index.continuations, index.advance, budget)
 
     def _shared(self, drafted: TokenTree, budget: Budget) -> TokenTree:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from spec_runtime.batch.batch import Batch
+from spec_runtime.batch.batch import Batch, Found
 from spec_runtime.batch.lane import Observe
 from spec_runtime.errors import DeviceLostError
 from spec_runtime.loop.call import Call
@@ -118,6 +118,13 @@ class EngineQueue:
     def _answer(self) -> None:
         """Answers calls until there are none, in the answering thread."""
         running: dict[Job, None] = {}  # in the order in which they began
+
+        def give(found: Found) -> None:
+            (job, number), chunk = found
+            job.take(number, chunk)
+            if not job.num_left:
+                running.pop(job, None)
+
         while True:
             self._changed.clear()
             try:
@@ -128,10 +135,7 @@ class EngineQueue:
                         return
                 if self._batch.num_active > 1:
                     self._batch.open_passes_beside()
-                for (job, number), found in self._batch.turn(_may_go_on):
-                    job.take(number, found)
-                    if not job.num_left:
-                        running.pop(job, None)
+                self._batch.turn(give, _may_go_on)
                 went_on = self._batch.has_gone_on
             except BaseException as error:  # of the scheduler itself: no call can go on
                 self._batch.close()

@@ -204,7 +204,7 @@ class GraphRuns:
             feeds = cache.place(PARENTS)
             feeds["input_ids"] = np.zeros((1, NUM_ROWS), np.int64)
             feeds["logit_rows"] = np.arange(NUM_ROWS)
-            _, kept = backend.run_keeping(feeds, [], ["logits"])
+            _, kept = backend.start(feeds, [], ["logits"])()
             sampling = backends.open_sampling(self._bundle, backend, self._runtime)
             assert sampling is not None, "no graph"
             _run_phases(finding, lambda: sampling.run(kept["logits"], TOP))

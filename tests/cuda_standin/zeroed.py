@@ -5,24 +5,25 @@ from typing import Any
 
 import numpy as np
 
+from spec_runtime.backends.base import OnDevice
 from spec_runtime.backends.cuda.backend import CudaBackend
 from spec_runtime.backends.cuda.sampling_graph import SamplingGraph
 
-_start, _run_keeping, _sample = CudaBackend.start, CudaBackend.run_keeping, SamplingGraph.run
+_start, _sample = CudaBackend.start, SamplingGraph.run
 
 
 def _zeros(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.zeros_like(array) for name, array in outputs.items()}
 
 
-def _starting(*arguments: Any) -> Callable[[], dict[str, np.ndarray]]:
+def _starting(*arguments: Any) -> Callable[[], OnDevice]:
     finish = _start(*arguments)
-    return lambda: _zeros(finish())
 
+    def zeroed() -> OnDevice:
+        outputs, kept = finish()
+        return _zeros(outputs), kept
 
-def _keeping(*arguments: Any) -> Any:
-    outputs, kept = _run_keeping(*arguments)
-    return _zeros(outputs), kept
+    return zeroed
 
 
 def _sampling(*arguments: Any) -> list[np.ndarray]:
@@ -30,5 +31,4 @@ def _sampling(*arguments: Any) -> list[np.ndarray]:
 
 
 setattr(CudaBackend, "start", _starting)  # noqa: B010
-setattr(CudaBackend, "run_keeping", _keeping)  # noqa: B010
 setattr(SamplingGraph, "run", _sampling)  # noqa: B010

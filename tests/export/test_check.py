@@ -16,6 +16,7 @@ from said import Said
 from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
+import spec_runtime
 from spec_export import reference
 from spec_export.build import make_bundle
 from spec_export.build.make_bundle import BuildOptions
@@ -211,6 +212,21 @@ def test_accepted_length_goes_into_the_manifest(
     assert row.note.endswith(f"; the manifest had {trained.expected_accepted_length:.2f}")
     (drafter,) = bundles.read(out).manifest.drafters
     assert drafter.expected_accepted_length == row.value
+
+
+def test_a_bundle_in_fp8_is_compared_but_does_not_run_on_a_cpu(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """Its weights are compared as float16; to be run it needs CUDA."""
+    out = workshop.build(tmp_path / "bundle", precision="fp8", device="cuda")
+    result = check.run(str(workshop.llama()), out, [])
+    rows = by_name(result.rows)
+    assert result.passed
+    assert set(rows) >= SCRIPTS
+    fault = check.BOUNDS["fp16"].logits
+    assert fault < rows["random trees"].value < check.BOUNDS["fp8"].logits  # type: ignore[operator]
+    with pytest.raises(UserError, match="got an fp8 bundle with backend onnxruntime, expected "):
+        spec_runtime.load(out, threads=1)
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests int8 and int4 weights: error bounds, exactness where possible, rows that stay independent.
+"""Tests int8, int4 and fp8 weights: error bounds, exactness where possible, independent rows.
 
 Tolerance where both sides have the same integers: 2e-6 of the largest value (float32 scales
 multiplied in another order).
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -17,7 +18,16 @@ from tiny_backbone import backbone_of, chain, random_tokens, tiny
 
 from spec_export.graphs.edit import MS
 from spec_export.graphs.four_bits import pack_zero_points, unpack_zero_points
-from spec_export.graphs.quantize import BLOCK, _from_s8_rows, _s8_rows, quantize
+from spec_export.graphs.half import narrow
+from spec_export.graphs.quantize import (
+    BLOCK,
+    FP8_BLOCK,
+    FP8_PRODUCT,
+    _from_s8_rows,
+    _s8_rows,
+    dequantised,
+    quantize,
+)
 from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import export_backbone
@@ -235,6 +245,60 @@ def test_int4_rows_do_not_depend_on_each_other() -> None:
             close(together[i], small.products(x_NK[i : i + 1])[name][0], SAME_INTEGERS)
 
 
+# ---- fp8 ----
+
+BYTE = np.arange(127)  # the last one of e4m3 is no number
+E4M3 = np.where(BYTE < 8, BYTE / 8 * 2.0**-6, (1 + BYTE % 8 / 8) * 2.0 ** (BYTE // 8 - 7))
+
+
+def quantised_fp8(weight: np.ndarray, head: np.ndarray, rounding: Rounding) -> ir.Model:
+    return quantize(narrow(small_graph(weight, head), "fp8"), "fp8", rounding=rounding)
+
+
+def fp8_products(model: ir.Model) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the weights and the scales, each weight's own, of a graph's products."""
+    found = []
+    for node in [node for node in model.graph if node.op_type == FP8_PRODUCT]:
+        assert node.attributes["block_size"].as_int() == FP8_BLOCK
+        q, scale = (node.inputs[i].const_value.numpy() for i in (1, 2))  # type: ignore[union-attr]
+        assert (str(q.dtype), scale.dtype) == ("float8_e4m3fn", np.float32)
+        assert scale.shape == (len(q), -(-q.shape[1] // FP8_BLOCK))
+        found.append((q.astype(np.float32), scale.repeat(FP8_BLOCK, 1)[:, : q.shape[1]]))
+    return found
+
+
+def test_fp8_weights_are_the_nearest_numbers() -> None:
+    """Of blocks of 128 in each row, the last of which may be shorter."""
+    weight, head = (rng.normal(size=shape).astype(np.float32) for shape in ((192, N), (V, 192)))
+    model = quantised_fp8(weight, head, Rounding())
+    onnx.checker.check_model(ir.to_proto(model))
+    with pytest.raises(Exception, match=f"of operator .{FP8_PRODUCT}"):
+        Small(model)  # a CPU has no kernel
+    x_NK = rng.normal(size=(5, 192)).astype(np.float32)
+    products = fp8_products(model)
+    found = Small(dequantised(model)).products(x_NK)
+    for (q, scale), rows, got in zip(products, (weight.T, head), found, strict=True):
+        places = np.abs(np.abs(rows / scale)[..., None] - E4M3).argmin(-1)
+        assert np.array_equal(q, np.sign(rows) * E4M3[places])
+        assert 0.01 < np.linalg.norm(q * scale - rows) / np.linalg.norm(rows) < 0.03
+        close(got, x_NK @ (q * scale).T, 2e-3)
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (1, 256), (256, 256)])
+def test_fp8_checkpoints_are_held_as_they_are(tile: tuple[int, int]) -> None:
+    """Whatever numbers a row of a tile has: small ones only, one mantissa or all."""
+    scale = np.kron(rng.uniform(1e-4, 1e-2, (256 // tile[0], 256 // tile[1])), np.ones(tile))
+    q = E4M3[rng.integers(0, 127, (256, 256))] * rng.choice([-1, 1], (256, 256))
+    q[::3] *= np.abs(q[::3]) < 0.02
+    q[1::3] = np.where(rng.random((85, 256)) < 0.5, 240, 3.5)
+    rows = (q.astype(np.float32) * scale.astype(np.float32)).astype(np.float32)
+    rounding = Rounding()
+    model = quantised_fp8(rows.T.copy(), rows, rounding)
+    for held, own in fp8_products(model):
+        assert (np.abs(held * own - rows) <= 3e-7 * np.abs(rows)).all()
+    assert rounding.facts() == {"matrices": 1, "exact": 1, "added_error": 0.0}
+
+
 # ---- embedding, and what stays in float ----
 
 
@@ -291,11 +355,6 @@ def test_shapes_that_do_not_divide_and_small_ones_stay_in_float(precision: str) 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_float_precisions_change_nothing(precision: str) -> None:
     assert kinds(quantize(small_graph(), precision)) == Counter(["MatMul", "Gemm", "Gather"])
-
-
-def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(ValueError, match="got precision 'int3', expected one of fp32, int8"):
-        quantize(small_graph(), "int3")
 
 
 # ---- a whole target ----

@@ -29,7 +29,7 @@ from spec_export.build.writer import save_graph
 from spec_export.cli.report import TerminalReport
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
-from spec_export.graphs.half import to_half
+from spec_export.graphs.half import narrow
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
@@ -111,14 +111,14 @@ def test_half_a_drafter_keeps_its_signature_and_sums_in_float32(
 ) -> None:
     for model in drafter_graphs(workshop, backbone, name).values():
         before = graph_of(model, "contiguous")
-        to_half(model, dtype)
+        narrow(model, "fp16" if dtype == ir.DataType.FLOAT16 else "bf16")
         after = graph_of(model, "contiguous")
         for old, new in zip(
             (*before.inputs, *before.outputs), (*after.inputs, *after.outputs), strict=True
         ):
             is_cache = old.name.startswith("kv.")
-            narrow = str(dtype.numpy())
-            expected = dataclasses.replace(old, dtype=narrow) if is_cache else old
+            half = str(dtype.numpy())
+            expected = dataclasses.replace(old, dtype=half) if is_cache else old
             assert new == expected
         weights = [value for value in model.graph.initializers.values() if value.uses()]
         # a sum in float32 may have float32 numbers in it

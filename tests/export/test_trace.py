@@ -26,8 +26,9 @@ from tiny_backbone import (
 from torch import Tensor
 from traced_once import _digest
 
+from spec_export.build.options import PRECISIONS
 from spec_export.graphs.half import narrow
-from spec_export.graphs.quantize import PRECISIONS, quantize
+from spec_export.graphs.quantize import QUANTISED, quantize
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import GraphInput, export, export_backbone, save
 from spec_export.model.decoder import Backbone
@@ -237,7 +238,7 @@ def test_deferred_weights_are_read_when_written_and_give_the_same_files(
 
     assert write(defers=False) == write(defers=True)
     # a tied table is stored, and read, once for the embedding and once for the head if quantised
-    times = 2 if precision in ("int8", "int4") else 1
+    times = 2 if precision in QUANTISED else 1
     assert reads.count("embedding.weight") == times
     often = 2 if precision == "int4" else 1
     assert all(reads.count(name) == often for name in set(reads) - {"embedding.weight"})

@@ -128,7 +128,9 @@ def test_an_error_ends_its_own_call_only(failing: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(victim.target.lend()[0], "run", fail)
     found: dict[int, Any] = {}
     for _ in range(30):
-        for number, each in batch.turn():
+        turned: list[Any] = []
+        batch.turn(turned.append)
+        for number, each in turned:
             if isinstance(each, Exception):
                 found[number] = str(each)
             elif each.result is not None:
@@ -185,13 +187,14 @@ def test_a_pass_is_run_below_few_generators(way: str, monkeypatch: pytest.Monkey
 def test_closing_an_engine_waits_for_no_batch_between_two_turns() -> None:
     engine = toy_engine()
     batch = begin(Batch(engine, 2), [engine.prepare(p, max_new_tokens=30) for p in PROMPTS[:2]])
-    found = batch.turn()
+    found: list[Any] = []
+    batch.turn(found.append)
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
     closing.join(PATIENCE)
     assert not closing.is_alive()
-    found += batch.turn()
-    reasons = [chunk.result.finish_reason for _, chunk in found if chunk.result]  # type: ignore[union-attr]
+    batch.turn(found.append)
+    reasons = [chunk.result.finish_reason for _, chunk in found if chunk.result]
     assert (reasons, batch.num_active) == (["cancelled"] * 2, 0)
 
 
@@ -579,7 +582,9 @@ def test_lanes_draft_few_nodes_where_there_are_many_lanes() -> None:
     batch = begin(Batch(engine, len(PROMPTS)), calls)
     most = 0
     while batch.num_active == len(PROMPTS):
-        for _, chunk in batch.turn():
+        found: list[Any] = []
+        batch.turn(found.append)
+        for _, chunk in found:
             assert isinstance(chunk, Chunk)
             most = max(most, chunk.num_drafted)
     batch.close()
@@ -635,7 +640,8 @@ def test_a_prompt_waits_for_one_other_however_many_begin_alike() -> None:
     batch.begin(batch._lanes[0], "first", first)
     assert batch.lane_for(waiting) is None
     while batch._lanes[0].num_unread:
-        assert list(batch.turn()) or batch.has_gone_on
+        batch.turn()
+        assert batch.has_gone_on
     batch.begin(batch._lanes[1], "later", later)
     assert batch.lane_for(waiting) is batch._lanes[2]
     batch.close()
@@ -698,7 +704,10 @@ class TimedPasses:
     def open(self, lane: Any, most: int) -> None:
         """Has nothing to open."""
 
-    def run(self, lanes: Sequence[Any], feeds: Sequence[Any], outputs: Sequence[str]) -> list[Any]:
+    def run(
+        self, lanes: Sequence[Any], feeds: Sequence[Any], outputs: Sequence[str], meanwhile: Any
+    ) -> list[Any]:
+        meanwhile()
         self._clock.now += 0.040 + 0.001 * sum(each["input_ids"].size for each in feeds)
         return [lane.run(each, outputs) for lane, each in zip(lanes, feeds, strict=True)]
 

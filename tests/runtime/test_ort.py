@@ -228,7 +228,7 @@ MOVING = "target/target.onnx in the contiguous form with backend cuda, expected 
 @pytest.mark.parametrize(
     ("precision", "changes", "got"),
     [
-        ("int8", {}, "an int8 bundle with backend cuda, expected fp16, bf16 or fp32"),
+        ("int8", {}, "an int8 bundle with backend cuda, expected fp16, bf16, fp32 or fp8"),
         ("fp32", {}, WIDE),
         ("fp16", {}, WIDE),  # as drafters once were
         ("fp32", {"form": "contiguous"}, MOVING),

@@ -59,7 +59,7 @@ class Toy(WithoutRuns):
     def top(self, node: int) -> None:
         """Whole rows alone."""
 
-    def verify(self, tree: TokenTree, features: bool, last_only: bool) -> "Toy":
+    def verify(self, tree: TokenTree, features: bool, last_only: bool, meanwhile: Any) -> "Toy":
         if last_only:  # the whole prompt
             self.text = []
         self.tree, self.is_prompt = tree, last_only

@@ -5,7 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.backends.pad_rows import PaddedRows, padded_width, plan_padding
+from spec_runtime.backends.pad_rows import (
+    WIDTHS,
+    PaddedRows,
+    padded_sizes,
+    padded_width,
+    plan_padding,
+)
 from spec_runtime.backends.shapes import shape_of
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.loop.kv import ContiguousCache, open_cache
@@ -83,7 +89,7 @@ def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) 
         parent_N = np.array([0, *parents])
         feeds, sizes = feeds_of(graph, cache, parent_N)
         got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
-        assert (wider["N"], wider["M"]) == (padded_width(n, 64), padded_width(n, 64))
+        assert wider["N"] == wider["M"] == padded_width(n, 64, WIDTHS)
         for name in OWN[form, attention] + COMMON:
             axes = SHAPES[name][1]
             expected = [wider[axis] if isinstance(axis, str) else axis for axis in axes]
@@ -142,3 +148,4 @@ def test_a_graph_without_a_cache() -> None:
     got, wider = pad_rows(graph, feeds, {"N": 2}, 1)
     assert got["state"].tolist() == [[0, 1, 2], *[[3, 4, 5]] * 15]
     assert (got["level"].tolist(), wider) == ([2], {"N": 16})
+    assert padded_sizes(graph, {"N": 2}, 1, precision="fp8") == {"N": 8}

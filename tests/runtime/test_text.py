@@ -108,8 +108,30 @@ def test_a_first_word_has_its_space_after_another(prompt: list[int], text: str) 
     stream = TextStream(SpaceDecoder(), prompt=prompt)
     assert not stream.push(1)
     stream.push(2)
+    stream.settle()
     assert (stream.text, stream.ends) == (text, [text.index(" w2"), len(text)])
     assert TextStream(SpaceDecoder(), [" w1"], prompt).push(1) == text.startswith(" ")
+
+
+@pytest.mark.parametrize("stops", [[], ["END"]])
+def test_most_tokens_are_decoded_once(stops: list[str]) -> None:
+    """And none before its text is taken, unless it may end a stop string."""
+    decoded: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return "".join(chr(97 + i) for i in ids)
+
+    stream = TextStream(decode, stops)
+    before = len(decoded)
+    for i in range(96):
+        stream.push(i % 20)
+        assert (len(decoded) > before) == bool(stops)
+    stream.settle()
+    assert len(decoded) - before <= 96 * 9 / 8
+    assert max(decoded) <= 9
+    stream.finish()
+    assert stream.text == "".join(chr(97 + i % 20) for i in range(96))
 
 
 def test_decoders_that_strip_the_first_space() -> None:

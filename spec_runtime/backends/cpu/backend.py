@@ -27,6 +27,7 @@ from spec_runtime.backends.shapes import KV, is_cache, mask_width, require_feeds
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.bundle.memory import machine_bytes, require_memory
 from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 
 MASK, ENDS = "mask", "seqlens_k"  # feeds of SlotCache.place
@@ -138,9 +139,14 @@ def open_graph(
 ) -> CpuBackend:
     """Opens a graph on the CPU, see backends.open_graph.
 
-    Raises UserError for a graph whose file is not what ours are, and for buffers that this machine
-    cannot hold.
+    Raises UserError for a bundle in fp8, for a graph whose file is not what ours are, and for
+    buffers that this machine cannot hold.
     """
+    if bundle.manifest.target.precision == "fp8":
+        raise UserError(
+            "got an fp8 bundle with backend onnxruntime, expected backend cuda: a CPU has no "
+            "products of 8-bit floats; for one, run spec-export build --precision int8"
+        )
     require_known_graph(bundle, graph)
     require_memory(graph, capacity, machine_bytes(), "this machine")
     return CpuBackend(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
+from spec_runtime.backends.base import Backend, DeviceBackend, OnDevice, Runtime
 from spec_runtime.backends.cuda.captures import free_later
 from spec_runtime.backends.cuda.copies import StreamCopies, open_copies
 from spec_runtime.backends.cuda.device_runs import DeviceRuns
@@ -29,10 +29,10 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.machine import default_threads
 
 
-class CudaBackend(OrtBackend, DeviceBackend):
+class CudaBackend(DeviceBackend, OrtBackend):
     """One session on CUDA with its KV buffers and banks, see OrtBackend.
 
-    `has_cuda_graphs` captures repeated shapes as CUDA graphs.
+    `has_cuda_graphs` captures repeated shapes as CUDA graphs; `precision` is that of the weights.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class CudaBackend(OrtBackend, DeviceBackend):
         share: Lender | None = None,
         banks: Lender | None = None,
         has_cuda_graphs: bool = False,
+        precision: str = "",
     ) -> None:
         prepare("cuda")
         self.form, self.capacity = graph.form, capacity
@@ -65,7 +66,7 @@ class CudaBackend(OrtBackend, DeviceBackend):
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}
-        self._runs = DeviceRuns(session, graph, capacity, self.buffers, copies)
+        self._runs = DeviceRuns(session, graph, capacity, self.buffers, copies, precision)
         # Copies and runs on the way must end before the memory goes.
         weakref.finalize(self, free_later, self._runs.close).atexit = False
 
@@ -88,22 +89,11 @@ class CudaBackend(OrtBackend, DeviceBackend):
         """See OrtBackend.borrow."""
         self.buffers = self._runs.buffers = buffers
 
-    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """See Backend.run."""
-        return self.start(feeds, outputs)()
-
     def start(
-        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
-    ) -> Callable[[], dict[str, np.ndarray]]:
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str] = ()
+    ) -> Callable[[], OnDevice]:
         """See DeviceBackend.start."""
-        finish = self._runs.start(feeds, outputs, ())
-        return lambda: finish()[0]
-
-    def run_keeping(
-        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
-    ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
-        """See DeviceBackend.run_keeping."""
-        return self._runs.start(feeds, outputs, kept)()
+        return self._runs.start(feeds, outputs, kept)
 
 
 def open_graph(
@@ -138,16 +128,18 @@ def _open(
     banks: Lender | None,
 ) -> CudaBackend:
     require_known_graph(bundle, graph)
-    _require_cuda_kernels(bundle.manifest.target.precision, graph)
+    precision = bundle.manifest.target.precision
+    _require_cuda_kernels(precision, graph)
     path, threads = bundle.path / graph.file, runtime.num_threads
-    return CudaBackend(path, graph, capacity, threads, share, banks, runtime.has_cuda_graphs)
+    has_graphs = runtime.has_cuda_graphs
+    return CudaBackend(path, graph, capacity, threads, share, banks, has_graphs, precision)
 
 
 def _require_cuda_kernels(precision: str, graph: Graph) -> None:
     """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
     types = {spec.dtype for spec in graph.inputs if spec.name.startswith(KV)}
     if precision in ("int8", "int4"):
-        got, expected = f"an {precision} bundle", "fp16, bf16 or fp32"
+        got, expected = f"an {precision} bundle", "fp16, bf16, fp32 or fp8"
     elif graph.form == "contiguous":
         got, expected = f"{graph.file} in the contiguous form", "the slots form"
     elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:

@@ -109,9 +109,11 @@ class DeviceRuns:
         capacity: int,
         buffers: Mapping[str, Any],
         copies: StreamCopies,
+        precision: str,
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
+        self._precision = precision
         self.buffers = buffers
         self._naming = NamingGraph(graph.file, copies)
         self._has_cuda_graphs = takes_cuda_graphs(session)
@@ -201,7 +203,7 @@ class DeviceRuns:
     ) -> RunPlan:
         sizes = wider = require_feeds(self._graph, feeds, (*outputs, *kept))
         if self._has_cuda_graphs and not self._has_lanes:
-            wider = padded_sizes(self._graph, sizes, self._capacity)
+            wider = padded_sizes(self._graph, sizes, self._capacity, precision=self._precision)
         if width:
             wider = wider | {"S": mask_width(max(width, wider["N"]), self._capacity)}
         fetched, left = (

@@ -25,7 +25,7 @@ from spec_runtime.files.writing import file_state
 
 # Bytes of an element, by the number that ONNX has for its type. Weights of other types are left to
 # ONNX Runtime.
-ITEM_BYTES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2}
+ITEM_BYTES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2, 17: 1}
 UINT8 = 2
 STAGING_BYTES = 64 << 20  # sent at a time
 

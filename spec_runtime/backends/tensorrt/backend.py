@@ -9,14 +9,14 @@ second time is captured as a CUDA graph and replayed from then on.
 import math
 import mmap
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, DeviceBackend, Runtime
+from spec_runtime.backends.base import Backend, DeviceBackend, OnDevice, Rows, Runtime
 from spec_runtime.backends.cuda.api import Cuda, open_cuda
 from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.graph_cache import GraphCache
@@ -138,17 +138,14 @@ class TensorRTBackend(DeviceBackend):
     def has_output(self, name: str) -> bool:
         return name in self._outputs
 
-    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """See Backend.run. Returns views of pinned memory that the next run writes again.
+    def start(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str] = ()
+    ) -> Callable[[], OnDevice]:
+        """See DeviceBackend.start. Outputs are views of pinned memory that the next run writes
+        again.
 
         Raises UserError for shapes that no profile holds.
         """
-        return self.run_keeping(feeds, outputs, ())[0]
-
-    def run_keeping(
-        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
-    ) -> tuple[dict[str, np.ndarray], Mapping[str, DeviceRows]]:
-        """See DeviceBackend.run_keeping, and `run`."""
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
@@ -161,13 +158,12 @@ class TensorRTBackend(DeviceBackend):
         packed = run.feeds.memory
         self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
         self._runs.run(run)
-        results = self._fetch_results(run.results, outputs, sizes)
-        rows = {}
+        rows: dict[str, Rows] = {}
         for name in kept:
             spec, first = self._outputs[name], self._results + run.results.first[name]
             num_rows = shape_of(spec, sizes)[0]
             rows[name] = DeviceRows(self, first, shape_of(spec, wider), num_rows, spec.dtype)
-        return results, rows
+        return lambda: (self._fetch_results(run.results, outputs, sizes), rows)
 
     def fetch(self, address: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """See device_rows.Memory."""
