@@ -253,10 +253,30 @@ class Target:
         """Runs one pass over the tree; nothing is committed yet.
 
         `last_only` asks for the logits of the last node and no other, which are then the only row.
-        `meanwhile` is called while a device runs the pass; on a CPU, before it.
+        Logits stay on the device if there is one. `meanwhile` is called while that runs the pass;
+        on a CPU, before it.
         """
-        row_M = self._rows(tree.num_nodes, last_only)
-        return self._run(tree, row_M, wants, self._is_strict(tree, last_only), meanwhile)
+        feeds = self._feeds(tree, self._rows(tree.num_nodes, last_only))
+        names, argmax = list(wants.features), self._argmax
+        found: dict[str, Any]
+        if self._device is None:
+            meanwhile()
+            begin = time.perf_counter()
+            found = dict(self._backend.run(feeds, ["logits", *names]))
+        else:
+            begin = time.perf_counter()
+            sampling = self._sampling if wants.top else None
+            # No draw needs the argmax. It stays on the device, so that greedy requests and those
+            # that sample share captured graphs, which are kept by what is asked for.
+            fetched, kept = (names, argmax) if sampling else (names + argmax, [])
+            finish = self._device.start(feeds, fetched, [*kept, "logits"])
+            meanwhile()
+            outputs, rows = finish()
+            found = {**outputs, **rows}
+            if sampling is not None:
+                found |= zip(TOP, sampling.run(rows["logits"], TOP), strict=True)
+        self.run_seconds += time.perf_counter() - begin
+        return self._verified(tree, wants, found, self._is_strict(tree, last_only))
 
     def needs_redo(self, logits_V: np.ndarray) -> bool:
         """Returns whether a tree's row of logits f32[V] is too near a tie; counts the question."""
@@ -314,38 +334,6 @@ class Target:
         """Drops all rows, so that the next generation reuses none; waits as `alone` does."""
         with self.alone():
             pass
-
-    def _run(
-        self,
-        tree: TokenTree,
-        row_M: np.ndarray,
-        wants: Wants,
-        is_strict: bool,
-        meanwhile: Callable[[], None],
-    ) -> Verified:
-        """Computes the logits of the rows `row_M`, which stay on the device if there is one, and
-        what else is wanted."""
-        feeds = self._feeds(tree, row_M)
-        names, argmax = list(wants.features), self._argmax
-        found: dict[str, Any]
-        if self._device is None:
-            meanwhile()
-            begin = time.perf_counter()
-            found = dict(self._backend.run(feeds, ["logits", *names]))
-        else:
-            begin = time.perf_counter()
-            sampling = self._sampling if wants.top else None
-            # No draw needs the argmax. It stays on the device, so that greedy requests and those
-            # that sample share captured graphs, which are kept by what is asked for.
-            fetched, kept = (names, argmax) if sampling else (names + argmax, [])
-            finish = self._device.start(feeds, fetched, [*kept, "logits"])
-            meanwhile()
-            outputs, rows = finish()
-            found = {**outputs, **rows}
-            if sampling is not None:
-                found |= zip(TOP, sampling.run(rows["logits"], TOP), strict=True)
-        self.run_seconds += time.perf_counter() - begin
-        return self._verified(tree, wants, found, is_strict)
 
     def _verified(
         self, tree: TokenTree, wants: Wants, found: Mapping[str, Any], is_strict: bool
