@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from spec_export.cli.options import Base, Model
+from spec_runtime.cli import next_command
 
 BatchSize = Annotated[
     int,
@@ -109,6 +110,7 @@ def command(
         f"{result.out}: {result.rows} rows, {result.answer_tokens} answer tokens, "
         f"by {result.engine}{rate}{skipped}"
     )
+    next_command.say("distill", result.out, model, base)
 
 
 def _temperatures(text: str) -> float | tuple[float, ...]:

@@ -9,7 +9,9 @@ Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps
 are quantised by `expert_weights`.
 """
 
+from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -45,14 +47,16 @@ def quantize(
     reduce_range: bool = False,
     rounding: Rounding | None = None,
     block: int = BLOCK,
+    shared: Collection[tuple[int, ...]] = (),
 ) -> ir.Model:
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
     weights within ±63. A matrix is read and quantised only when it is written, after a first look
     at int4, which tells its form; `rounding` then notes what that changed in the layers' products.
-    `block` is how many int4 weights share a scale where they are not in 4 bits already. Raises
-    UserError if the precision is unknown.
+    `block` is how many int4 weights share a scale where they are not in 4 bits already. Tables of
+    the shapes `shared` stay in float, as the graph has them that lends them. Raises UserError if
+    the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
@@ -72,7 +76,7 @@ def quantize(
         weight = None if node in kept else _weight(node)
         if weight is None:
             continue
-        if node.op_type == "Gather":
+        if node.op_type == "Gather" and weight.shape.numpy() not in shared:
             _quantize_embedding(edit, node, weight)
         elif node.op_type in ("MatMul", "Gemm"):
             is_head = node.op_type == "Gemm"  # Gemm(x, W[V,D], transB=1)
@@ -100,6 +104,13 @@ def _weight(node: ir.Node) -> ir.TensorProtocol | None:
     ):
         return None
     return tensor
+
+
+def tables_of(path: Path) -> set[tuple[int, ...]]:
+    """Returns the shapes of the embeddings that the graph in a file has in float."""
+    nodes = [node for node in ir.load(path).graph if node.op_type == "Gather"]
+    weights = [weight for node in nodes if (weight := _weight(node)) is not None]
+    return {weight.shape.numpy() for weight in weights}
 
 
 def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtocol) -> None:

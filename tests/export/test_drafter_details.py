@@ -14,6 +14,7 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_export.build import make_bundle
+from spec_export.build.add import add
 from spec_export.build.make_bundle import BuildOptions
 from spec_export.drafters.amphista import Config, Drafter
 from spec_export.drafters.layers import noisy_features
@@ -168,19 +169,27 @@ def test_many_rows_go_through_a_head_in_chunks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_bundle_feeds_each_drafter_its_own_taps(workshop: Workshop, tmp_path: Path) -> None:
-    """Medusa reads only the final feature, the other drafter of the bundle a tap too, which its
-    entry names as older bundles did."""
-    both = tmp_path / "both"
-    shutil.copytree(workshop.bundle("parallelspec"), both)
-    own = bundles.read(workshop.bundle("medusa"))
-    shutil.copytree(own.path / "drafters/medusa", both / "drafters/medusa")
+    """Medusa, which is added later, reads only the final feature, the other drafter of the bundle a
+    tap too, which its entry names as older bundles did."""
+    old, both, llama = workshop.bundle("parallelspec"), tmp_path / "both", str(workshop.llama())
+    add(old, workshop.drafter("medusa"), llama, out=both)
+    assert (both / "target/target.bin").samefile(old / "target/target.bin"), "it is not made anew"
+    for name, message in (
+        ("medusa", "has a drafter medusa already"),
+        ("eagle3", r"reads fused.eagle3, which this bundle's target does not give: build the b"),
+        ("skip_layer", "reads the target's own layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            add(both, workshop.drafter(name), llama)
+    with pytest.raises(UserError, match="got the model other for a bundle of llama"):
+        shutil.copytree(llama, tmp_path / "other")
+        add(old, workshop.drafter("medusa"), str(tmp_path / "other"))
     manifest = bundles.read(both).manifest
-    assert (manifest.target.taps, own.manifest.target.taps) == ((1,), ())
-    (older,) = manifest.drafters
+    assert sorted(manifest.provenance["drafters"]) == ["medusa", "parallelspec"]
+    older, added = manifest.drafters
     config = {key: value for key, value in older.config.items() if key != "features"}
     older = dataclasses.replace(older, config=config | {"taps": [1]})
-    entries = (older, *own.manifest.drafters)
-    bundles.write_manifest(both, dataclasses.replace(manifest, drafters=entries))
+    bundles.write_manifest(both, dataclasses.replace(manifest, drafters=(older, added)))
 
     engine = spec_runtime.load(both, "parallelspec", threads=1, lookup=False)
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
