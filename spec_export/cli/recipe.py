@@ -1,14 +1,13 @@
-"""Defines `spec-export recipe`, which writes a training recipe for a model and says what it takes."""
+"""Defines `spec-export recipe`, which writes a recipe for a model and says what it takes."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from spec_export.cli.options import Base, Model
 from spec_runtime.cli import next_command
-from spec_runtime.cli.terminal import COMPACT, Console, visible
+from spec_runtime.cli.terminal import Console, visible
 
 
 def command(
@@ -51,7 +50,8 @@ def command(
     console = Console()
     if list_:
         for name, file in recipe.shipped().items():
-            console.print(f"{name:38} {file.read_text(encoding='utf-8').splitlines()[0][2:]}")
+            head = file.read_text(encoding="utf-8").splitlines()[0]
+            console.print(f"{name:38} {head.removeprefix('# ')}", soft_wrap=True)
         return
 
     from spec_export.training import inputs
@@ -63,10 +63,9 @@ def command(
     _, notes, found = new_recipe.write(out, drafter, model, base, data or (), gpus, tokens)
     for note in notes:
         console.print(visible(note), soft_wrap=True)
-    table = Table("", "estimate", "arithmetic", title="nothing has run yet", **COMPACT)
-    for row in found:
-        table.add_row(*row)
-    console.print(table)
+    console.print("\nestimates, nothing has run yet:")
+    for what, value, arithmetic in found:
+        console.print(f"{what:36} {value:>20}  = {arithmetic}", soft_wrap=True)
     if data:
         next_command.say("recipe", out)
     else:

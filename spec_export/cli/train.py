@@ -10,7 +10,10 @@ from spec_runtime.cli import next_command
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe, or a shipped one's name: spec-export recipe --list")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A TOML recipe, or a shipped one's name: spec-export recipe --list"),
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option(

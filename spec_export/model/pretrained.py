@@ -74,7 +74,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
     if (folder / annex.lora.CONFIG).is_file():
         require_tokenizer(folder)
     else:
-        require_whole(folder)
+        require_whole(folder, has_weights=False)
     with _reading(folder, "the tokenizer of "):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **OPTIONS)
     template = tokenizer.chat_template

@@ -121,7 +121,11 @@ def local_folder(source: Source) -> Path:
 
 def without_weights(source: Source) -> Source:
     """Returns where the target's config and tokenizer are: of a hub id nothing more is fetched."""
-    return source if source.kind != "hub" else replace(source, path=_download(source.path), kind="folder")
+    return (
+        source
+        if source.kind != "hub"
+        else replace(source, path=_download(source.path), kind="folder")
+    )
 
 
 def _download(model: Path, *weights: str) -> Path:

@@ -1,4 +1,4 @@
-"""Foretells disk, memory and hours of a training run before anything runs, each with its arithmetic.
+"""Foretells disk, memory and hours of a training run before it runs, each with its arithmetic.
 
 Counts the weights of outlines without memory. These are estimates: what a run takes is said by
 `needs` when it begins, and by its log.
@@ -145,7 +145,7 @@ def of_run(
             "training",
             _hours(seen * a_token / (machine.flops * number)),
             f"{_si(seen)} tokens ({seen / tokens:.1f} epochs) × {_si(a_token)}FLOP, "
-            f"{_si(drafter)}of them the drafter's, / ({all_of_them})",
+            f"{_si(drafter)}FLOP of them the drafter's, / ({all_of_them})",
         ),
     ]
     return rows if is_stored else rows[:3] + rows[4:]

@@ -11,7 +11,6 @@ from spec_export.training import folders, recipe
 from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install
 
-
 DEMO = "smollm2-135m"  # the folder of the recipes that tell how each drafter is made
 
 
@@ -64,7 +63,7 @@ def _require_files(plan: recipe.Recipe, recipe_path: Path) -> None:
 
 def require_new(drafter: str, out: Path, paths: Sequence[Path]) -> None:
     """Raises UserError unless a recipe for this drafter can be written to `out` for these data."""
-    known = [name.split("/")[1] for name in recipe.shipped() if name.startswith(f"{DEMO}/")]
+    known = [name for name in drafters.trainable() if f"{DEMO}/{name}" in recipe.shipped()]
     if drafter not in known:
         raise UserError(
             f"got drafter {drafter!r:.80}, expected one with a recipe: {', '.join(known)}",

@@ -54,7 +54,7 @@ def say(
 
 
 def of_steps(drafter: Any, num_trained: int, batch_tokens: int, held: int) -> int:
-    """Returns the bytes that steps take, `held` of them for the target, and a batch's among them."""
+    """Returns the bytes that steps take, `held` of them for the target."""
     own = sum(tensor.nbytes for tensor in (*drafter.parameters(), *drafter.buffers()))
     batch = PER_BATCH_NUMBER * batch_tokens * int(drafter.dims.hidden_size)
     return held + PER_TRAINED_WEIGHT * num_trained + own + batch

@@ -22,6 +22,7 @@ from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.errors import UserError
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.rows import LastFeature
 
@@ -181,8 +182,8 @@ def test_a_bundle_feeds_each_drafter_its_own_taps(workshop: Workshop, tmp_path: 
     ):
         with pytest.raises(UserError, match=message):
             add(both, workshop.drafter(name), llama)
+    shutil.copytree(llama, tmp_path / "other")
     with pytest.raises(UserError, match="got the model other for a bundle of llama"):
-        shutil.copytree(llama, tmp_path / "other")
         add(old, workshop.drafter("medusa"), str(tmp_path / "other"))
     manifest = bundles.read(both).manifest
     assert sorted(manifest.provenance["drafters"]) == ["medusa", "parallelspec"]

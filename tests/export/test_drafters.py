@@ -5,7 +5,6 @@ graphs with the modules.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
