@@ -13,6 +13,9 @@ BatchSize = Annotated[
     typer.Option("--batch-size", help="Prompts answered at once; an interruption loses one batch"),
 ]
 
+Temperature = Annotated[
+    str, typer.Option("--temperature", help="Temperature of the answers, 0 is greedy; or several")
+]
 Engine = Annotated[
     str, typer.Option("--engine", help="What runs the target: auto, transformers or openvino")
 ]
@@ -55,10 +58,7 @@ def command(
     max_prompt_tokens: Annotated[
         int, typer.Option("--max-prompt-tokens", help="Longest sampled prompt, in tokens")
     ] = 128,
-    temperature: Annotated[
-        str,
-        typer.Option("--temperature", help="Temperature of the answers, 0 is greedy; or several"),
-    ] = "0",
+    temperature: Temperature = "0",
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the sampled prompts and answers")
     ] = 0,
