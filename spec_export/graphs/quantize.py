@@ -76,7 +76,7 @@ def quantize(
         weight = None if node in kept else _weight(node)
         if weight is None:
             continue
-        if node.op_type == "Gather" and weight.shape.numpy() not in shared:
+        if node.op_type == "Gather" and tuple(weight.shape.numpy()) not in shared:
             _quantize_embedding(edit, node, weight)
         elif node.op_type in ("MatMul", "Gemm"):
             is_head = node.op_type == "Gemm"  # Gemm(x, W[V,D], transB=1)
@@ -110,7 +110,7 @@ def tables_of(path: Path) -> set[tuple[int, ...]]:
     """Returns the shapes of the embeddings that the graph in a file has in float."""
     nodes = [node for node in ir.load(path).graph if node.op_type == "Gather"]
     weights = [weight for node in nodes if (weight := _weight(node)) is not None]
-    return {weight.shape.numpy() for weight in weights}
+    return {tuple(weight.shape.numpy()) for weight in weights}
 
 
 def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtocol) -> None:
