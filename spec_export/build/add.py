@@ -1,10 +1,9 @@
 """Adds a drafter to a bundle that is there: the target is neither exported nor quantised again.
 
-The new bundle is put together beside the old one, of links to its files, or copies where the disk
-has no links, and renamed at the end.
+The new bundle is put together beside the old one, of copies of its files, and renamed at the end.
+Hard links would do without the room, but onnx refuses to read weights through one.
 """
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +55,8 @@ def add(
     out = out or bundle
     with replacing_folder(out, bundles.own_files, "a bundle") as folder, report.stages(2):
         for name in old.files:
-            _link(bundle / name, folder / name)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(bundle / name, folder / name)
         with report.stage(f"exporting {saved.name}"):
             models = Models(source, hf_model, tokenizer, backbone, [drafter])
             writer, graph = GraphWriter(options, folder, backbone.config.rows), old.graphs["target"]
@@ -76,14 +76,17 @@ def add(
 
 
 def _options(old: bundles.Manifest, bundle: Path) -> BuildOptions:
-    """Returns the options that a bundle for a CPU was built with."""
+    """Returns the options that a bundle for a CPU was built with, its drafters' precision among
+    them where all have the same."""
     graph = old.graphs["target"]
     on_device = [each.name for each in graph.inputs if each.name.startswith(bundles.BANK)]
     if on_device or graph.form != "slots" or old.target.precision in ("fp16", "bf16"):
         raise UserError(f"got {bundle}, which was built for a GPU: build it again with the drafter")
     lanes = [n for n in range(2, bundles.MAX_LANES + 1) if bundles.lanes_name(n) in old.graphs]
+    precisions = {info.config.get("precision") for info in old.drafters}
     return BuildOptions(
         precision=old.target.precision,
+        drafter_precision=precisions.pop() if len(precisions) == 1 else None,
         max_length=old.target.max_length,
         lanes=max(lanes, default=1),
     )
@@ -100,11 +103,3 @@ def _require_states(old: bundles.Manifest, drafter: LoadedDrafter, checkpoint: P
             f"{checkpoint} reads {', '.join(missing)}, which this bundle's target does not give: "
             "build the bundle again with all its drafters, --drafter-checkpoint for each"
         )
-
-
-def _link(old: Path, new: Path) -> None:
-    new.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(old.resolve(), new)
-    except OSError:  # of another file system, or one without links
-        shutil.copyfile(old, new)
