@@ -4,7 +4,6 @@ import ast
 import json
 import pkgutil
 import re
-import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from unittest import mock
@@ -284,14 +283,6 @@ def test_every_diagram_is_drawn() -> None:
         diagrams.svg("box: a")
     with pytest.raises(ValueError, match="got arrow to 'b', expected a box: a"):
         diagrams.svg("target: a\na -> b")
-
-
-def test_the_recipe_of_the_walk_is_a_recipe() -> None:
-    recipe = pytest.importorskip("spec_export.training.recipe")
-    page = (ROOT / "docs/own-model.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert recipe.parse(text).drafter["name"] == "parallelspec"
-    assert tomllib.loads(text)["target"]["model"] == "path/to/model"
 
 
 # ---- the reference, made from the code

@@ -4,6 +4,7 @@ The bundle is put together in a temporary folder and renamed at the end, so that
 leaves nothing behind and any bundle that was there stays. Nothing but a bundle is ever replaced.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ def _num_stages(options: BuildOptions, saved: list[SavedDrafter]) -> int:
 
 
 @dataclass(frozen=True)
-class _Models:
+class Models:
     """Holds the models of one build: the target as transformers has it and as a traceable backbone,
     and its drafters."""
 
@@ -94,7 +95,7 @@ def _load(
     saved: list[SavedDrafter],
     out: Path,
     report: Report,
-) -> _Models:
+) -> Models:
     """Opens the target, whose weights are read a layer at a time, and gives every drafter its own.
 
     Drafters borrow from the target in float32; only the target takes its own type.
@@ -128,14 +129,14 @@ def _load(
     for each in loaded:
         if each.module.fusion is not None:
             backbone.add_fusion(each.saved.name, each.module.fusion)
-    return _Models(source, hf_model, tokenizer, backbone, loaded)
+    return Models(source, hf_model, tokenizer, backbone, loaded)
 
 
 # ---- graphs and manifest ----
 
 
 def _write_graphs(
-    models: _Models, options: BuildOptions, folder: Path, report: Report
+    models: Models, options: BuildOptions, folder: Path, report: Report
 ) -> bundles.Manifest:
     """Writes all graphs and the tokenizer; returns the manifest without the files' hashes."""
     writer = GraphWriter(options, folder, models.backbone.config.rows)
@@ -145,16 +146,16 @@ def _write_graphs(
     infos = []
     for loaded in models.drafters:
         with report.stage(f"exporting {loaded.saved.name}"):
-            info = _write_drafter(writer, loaded, models, traced, graphs["target"])
+            info = write_drafter(writer, loaded, models, traced, graphs["target"])
             infos.append(info)
-            graphs |= _write_draft_lanes(writer, loaded, info)
+            graphs |= write_draft_lanes(writer, loaded, info)
     rounding = writer.rounding.facts()
     if rounding is not None:
         report.line(f"{models.source.name}: {said_of(rounding)}")
     return _manifest(models, options, graphs, infos, folder, rounding)
 
 
-def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
+def _trace_target(models: Models, options: BuildOptions) -> ir.Model:
     """Returns the target's graph in the contiguous form; int8 is smoothed before.
 
     On a GPU the graph also finds the argmax, so that greedy decoding copies few numbers.
@@ -181,25 +182,23 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
     return graphs
 
 
-def _write_drafter(
+def write_drafter(
     writer: GraphWriter,
     drafter: LoadedDrafter,
-    models: _Models,
+    models: Models,
     traced_target: ir.Model,
     target_graph: bundles.Graph,
 ) -> bundles.DrafterInfo:
     """Writes the graphs of one drafter and returns its manifest entry.
 
-    A drafter that runs the target's own layers lies beside the target and shares its weights' file.
+    They lie beside the target and share its weights' file, from which they read the tables that
+    they have in common; TensorRT's plans are built of graphs that have all of their own.
     """
     options, module, name = writer.options, drafter.module, drafter.saved.name
     backbone, precision = models.backbone, options.precision_of(module)
+    add_banks: Callable[[ir.Model], ir.Model] | None = None
     if module.shares_target_cache:
         exported = module.export_from_target(backbone)
-        graphs = {
-            role: writer.write(model, f"target/{name}-{role}.onnx", lender=target_graph)
-            for role, model in exported.items()
-        }
     else:
         exported = module.export(backbone.config)
         add_banks = partial(
@@ -208,19 +207,24 @@ def _write_drafter(
             config=drafter.runtime_config(),
             scratch=backbone.config.scratch,
         )
-        graphs = {
-            role: writer.write(
-                model, f"drafters/{name}/{role}.onnx", add_banks=add_banks, precision=precision
-            )
-            for role, model in exported.items()
-        }
+    is_beside = module.shares_target_cache or options.graph_form == "slots"
+    graphs = {
+        role: writer.write(
+            model,
+            f"target/{name}-{role}.onnx" if is_beside else f"drafters/{name}/{role}.onnx",
+            add_banks=add_banks,
+            lender=target_graph if is_beside else None,
+            precision=precision,
+        )
+        for role, model in exported.items()
+    }
     num_parameters = models.hf_model.num_parameters()
     return manifest.drafter_info(
         drafter, graphs, options.tree, writer.folder, num_parameters, precision
     )
 
 
-def _write_draft_lanes(
+def write_draft_lanes(
     writer: GraphWriter, drafter: LoadedDrafter, info: bundles.DrafterInfo
 ) -> dict[str, bundles.Graph]:
     """Writes what runs a drafter's graphs for several lanes, where their rows are independent."""
@@ -233,7 +237,7 @@ def _write_draft_lanes(
 
 
 def _manifest(
-    models: _Models,
+    models: Models,
     options: BuildOptions,
     graphs: dict[str, bundles.Graph],
     infos: list[bundles.DrafterInfo],

@@ -10,7 +10,7 @@ from spec_export.build.options import BuildOptions
 from spec_export.graphs import tensorrt, trace
 from spec_export.graphs.half import narrow
 from spec_export.graphs.lanes import to_lanes
-from spec_export.graphs.quantize import quantize
+from spec_export.graphs.quantize import quantize, tables_of
 from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import has_sinks, to_slots
 from spec_runtime.bundle.manifest import Graph, TensorSpec, lanes_name
@@ -65,7 +65,8 @@ class GraphWriter:
         # Beside a target of another precision an int8 drafter is accepted more often so.
         reduce_range = precision != options.target_precision
         rounding = self.rounding if file == TARGET else None
-        quantize(model, precision, reduce_range, rounding, options.int4_block)
+        shared = () if lender is None else tables_of(self.folder / lender.file)
+        quantize(model, precision, reduce_range, rounding, options.int4_block, shared)
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)

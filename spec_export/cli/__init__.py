@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from spec_runtime.cli import run
 
-VERBS = ("build", "calibrate", "check", "distill", "export", "import", "train")
+VERBS = ("add", "build", "calibrate", "check", "distill", "export", "import", "recipe", "train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

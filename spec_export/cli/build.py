@@ -7,6 +7,7 @@ import typer
 
 from spec_export.cli.options import Backend, Base, Device, Form, Model, Precision, require_model
 from spec_runtime.bundle.manifest import MAX_LANES
+from spec_runtime.cli import next_command
 
 DRAFTERS, MACHINE, GRAPHS = "Drafters", "Where the bundle will run", "How graphs are made"
 
@@ -169,5 +170,9 @@ def command(
 
     from spec_export.build.make_bundle import build
     from spec_export.cli.report import TerminalReport
+    from spec_runtime.bundle import manifest as bundles
 
-    print(build(options, TerminalReport()))
+    folder = build(options, TerminalReport())
+    print(folder)
+    has_drafters = bool(bundles.read(folder, verify=False).manifest.drafters)
+    next_command.say("build" if has_drafters else "calibrate", folder)

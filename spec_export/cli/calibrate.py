@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from spec_runtime.cli import options
+from spec_runtime.cli import next_command, options
 from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import Console, visible
 
@@ -58,9 +58,10 @@ def command(
         progress.stop()
         console.print(_accuracy_table(name, calibration), _length_table(calibration))
 
+    folder = bundle or find()
     try:
         calibrate.run(
-            bundle or find(),
+            folder,
             prompts,
             drafter,
             length["max_new_tokens"],
@@ -72,6 +73,7 @@ def command(
     finally:
         if tasks:  # otherwise an empty line would be printed before the error
             progress.stop()
+    next_command.say("calibrate", folder)
 
 
 def _accuracy_table(name: str, calibration: dict[str, Any]) -> Table:

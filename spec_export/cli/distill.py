@@ -6,12 +6,16 @@ from typing import Annotated
 import typer
 
 from spec_export.cli.options import Base, Model
+from spec_runtime.cli import next_command
 
 BatchSize = Annotated[
     int,
     typer.Option("--batch-size", help="Prompts answered at once; an interruption loses one batch"),
 ]
 
+Temperature = Annotated[
+    str, typer.Option("--temperature", help="Temperature of the answers, 0 is greedy; or several")
+]
 Engine = Annotated[
     str, typer.Option("--engine", help="What runs the target: auto, transformers or openvino")
 ]
@@ -54,10 +58,7 @@ def command(
     max_prompt_tokens: Annotated[
         int, typer.Option("--max-prompt-tokens", help="Longest sampled prompt, in tokens")
     ] = 128,
-    temperature: Annotated[
-        str,
-        typer.Option("--temperature", help="Temperature of the answers, 0 is greedy; or several"),
-    ] = "0",
+    temperature: Temperature = "0",
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the sampled prompts and answers")
     ] = 0,
@@ -109,6 +110,7 @@ def command(
         f"{result.out}: {result.rows} rows, {result.answer_tokens} answer tokens, "
         f"by {result.engine}{rate}{skipped}"
     )
+    next_command.say("distill", result.out, model, base)
 
 
 def _temperatures(text: str) -> float | tuple[float, ...]:

@@ -1,13 +1,19 @@
 """Defines `spec-export train`, which trains the drafter that a recipe describes."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from spec_runtime.cli import next_command
+
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see recipes/")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A TOML recipe, or a shipped one's name: spec-export recipe --list"),
+    ],
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,9 +51,13 @@ def command(
     """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
     from spec_export.training import inputs
 
-    inputs.read(recipe, set_ or [], out, resume, init, tensorboard)  # before torch is imported
+    # before torch is imported
+    plan, run = inputs.read(recipe, set_ or [], out, resume, init, tensorboard)
 
     from spec_export.cli.report import TerminalReport
     from spec_export.training import run as train
 
     train.run(recipe, set_ or [], out, resume, cache, init, tensorboard, report=TerminalReport())
+    if not int(os.environ.get("RANK", 0)):
+        merged = None if plan.joint is None else str(run / "target")
+        next_command.say("train", run, merged or plan.model, None if merged else plan.base)

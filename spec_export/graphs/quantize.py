@@ -11,8 +11,9 @@ are quantised by `expert_weights`.
 exactly. Only CUDA has the operator, which reads float16. Embedding and experts stay in that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -53,6 +54,7 @@ def quantize(
     reduce_range: bool = False,
     rounding: Rounding | None = None,
     block: int = BLOCK,
+    shared: Collection[tuple[int, ...]] = (),
 ) -> ir.Model:
     """Rewrites `model` (slots form, float32, for fp8 narrowed to float16) in place for one of
     QUANTISED, and returns it.
@@ -60,7 +62,8 @@ def quantize(
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
     weights within ±63. A matrix is read and quantised only when it is written, after a first look
     at int4, which tells its form; `rounding` then notes what that changed in the layers' products.
-    `block` is how many int4 weights share a scale where they are not in 4 bits already.
+    `block` is how many int4 weights share a scale where they are not in 4 bits already. Tables of
+    the shapes `shared` stay in float, as the graph has them that lends them.
     """
     if precision not in QUANTISED:
         return model
@@ -80,7 +83,7 @@ def quantize(
         if weight is None:
             continue
         if node.op_type == "Gather":
-            if precision != "fp8":
+            if precision != "fp8" and tuple(weight.shape.numpy()) not in shared:
                 _quantize_embedding(edit, node, weight)
         elif node.op_type in ("MatMul", "Gemm"):
             is_head = node.op_type == "Gemm"  # Gemm(x, W[V,D], transB=1)
@@ -108,6 +111,13 @@ def _weight(node: ir.Node) -> ir.TensorProtocol | None:
     ):
         return None
     return tensor
+
+
+def tables_of(path: Path) -> set[tuple[int, ...]]:
+    """Returns the shapes of the embeddings that the graph in a file has in float."""
+    nodes = [node for node in ir.load(path).graph if node.op_type == "Gather"]
+    weights = [weight for node in nodes if (weight := _weight(node)) is not None]
+    return {tuple(weight.shape.numpy()) for weight in weights}
 
 
 def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtocol) -> None:

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -243,7 +243,10 @@ def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:
         if isinstance(value.const_value, ir.ExternalTensor)
     ]
     files = {tensor.path for tensor in there}
-    lent: dict[tuple[object, ...], ir.ExternalTensor] = {}
+    alike: dict[tuple[object, ...], list[ir.ExternalTensor]] = {}  # only these are compared
+    for each in there:
+        alike.setdefault(_form(each), []).append(each)
+    content = cache(_content)
     own = []
     for value in model.graph.initializers.values():
         tensor = value.const_value
@@ -252,9 +255,9 @@ def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:
             continue
         if isinstance(tensor, ir.ExternalTensor) and tensor.path in files:
             continue
-        if not lent:
-            lent = {_content(each): each for each in there}
-        found = lent.get(_content(tensor))
+        others = alike.get(_form(tensor), [])
+        digest = _content(tensor) if others else b""
+        found = next((each for each in others if content(each) == digest), None)
         if found is None:
             own.append(value)
             continue
@@ -278,7 +281,11 @@ def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:
     ir.save(model, path)
 
 
-def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
-    """Returns a key that two tensors have in common if and only if they hold the same."""
-    digest = hashlib.sha256(tensor.tobytes()).digest()
-    return tensor.dtype, tuple(tensor.shape.numpy()), digest
+def _form(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+    """Returns the type and the shape of a tensor."""
+    return tensor.dtype, tuple(tensor.shape.numpy())
+
+
+def _content(tensor: ir.TensorProtocol) -> bytes:
+    """Returns bytes that two tensors of one form have in common only if they hold the same."""
+    return hashlib.sha256(tensor.tobytes()).digest()

@@ -79,9 +79,10 @@ def require(model: str) -> None:
         require_whole(path)
 
 
-def require_whole(folder: Path) -> dict[str, Any]:
+def require_whole(folder: Path, has_weights: bool = True) -> dict[str, Any]:
     """Returns what a folder's config.json says; raises UserError unless the folder holds a whole
-    model of a family that is known, which needs no code of its own."""
+    model, or all of it but its weights, of a family that is known, which needs no code of its own.
+    """
     config = foreign_json.read_object(folder / "config.json")
     model_type = wrappers.model_type(config)
     if "auto_map" in config and str(model_type) not in FAMILIES:
@@ -95,7 +96,8 @@ def require_whole(folder: Path) -> dict[str, Any]:
             "adapter's folder on this machine with --model"
         )
     require_known(model_type)
-    weight_files(folder, None)
+    if has_weights:
+        weight_files(folder, None)
     require_tokenizer(folder)
     return foreign_json.read(folder / "config.json", foreign_json.CONFIG)
 

@@ -30,11 +30,11 @@ OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 MIN_BITS = 1.5  # of a weight in the densest form that there is
 
 
-def read_config(folder: Path, gguf_file: str | None) -> Any:
+def read_config(folder: Path, gguf_file: str | None, has_weights: bool = True) -> Any:
     """Returns the transformers config of a model of a supported family.
 
     Weights are not read. Raises UserError if the files are damaged, or the model is not supported
-    or needs code of its own.
+    or needs code of its own, and if weights that it should have are not there.
     """
     from transformers import AutoConfig
 
@@ -44,7 +44,7 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
         fields = annex.gguf_config.config_fields(header)
         annex.gguf_weights.require_readable(header)
     else:
-        form = annex.quantised.find(require_whole(folder), folder)
+        form = annex.quantised.find(require_whole(folder, has_weights), folder)
     with _reading(folder / (gguf_file or "config.json")):
         config: Any = (
             AutoConfig.for_model(**fields)
@@ -56,7 +56,8 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
         if hasattr(config, field):
             delattr(config, field)  # by which transformers would ask for another library
     decoder.require_supported(config)
-    _require_weights_for(config, weight_files(folder, gguf_file))
+    if has_weights:
+        _require_weights_for(config, weight_files(folder, gguf_file))
     return config
 
 
@@ -73,7 +74,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
     if (folder / annex.lora.CONFIG).is_file():
         require_tokenizer(folder)
     else:
-        require_whole(folder)
+        require_whole(folder, has_weights=False)
     with _reading(folder, "the tokenizer of "):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **OPTIONS)
     template = tokenizer.chat_template

@@ -119,6 +119,15 @@ def local_folder(source: Source) -> Path:
     return folder
 
 
+def without_weights(source: Source) -> Source:
+    """Returns where the target's config and tokenizer are: of a hub id nothing more is fetched."""
+    return (
+        source
+        if source.kind != "hub"
+        else replace(source, path=_download(source.path), kind="folder")
+    )
+
+
 def _download(model: Path, *weights: str) -> Path:
     """Returns the folder of a model of the hub, with these files of its weights that it has."""
     from huggingface_hub import snapshot_download
@@ -201,9 +210,12 @@ def expects_int8(source: Source) -> bool:
     return weights is not None and weights.expects_int8 and source.adapter is None
 
 
-def read_config(source: Source) -> Any:
-    """Returns the transformers config, with as many tokens as an adapter has embeddings for."""
-    config = pretrained.read_config(local_folder(source), source.gguf_file)
+def read_config(source: Source, has_weights: bool = True) -> Any:
+    """Returns the transformers config, with as many tokens as an adapter has embeddings for.
+
+    has_weights: raise UserError where the weights are not there, or do not fit the config.
+    """
+    config = pretrained.read_config(local_folder(source), source.gguf_file, has_weights)
     adapter = _adapter(source)
     config.vocab_size = (adapter and adapter.vocab_size()) or config.vocab_size
     return config

@@ -59,7 +59,7 @@ def free_bytes(folder: Path) -> int:
 
 def shown(num_bytes: int) -> str:
     """Returns a number of bytes as people read it: "1.5 GB", "20.0 MB", "3.1 kB"."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"
     return f"{num_bytes / 1e3:.1f} kB"

@@ -11,6 +11,8 @@ from spec_export.training import folders, recipe
 from spec_runtime.errors import UserError
 from spec_runtime.files.installed import install
 
+DEMO = "smollm2-135m"  # the folder of the recipes that tell how each drafter is made
+
 
 def read(
     recipe_path: Path,
@@ -48,7 +50,8 @@ def _require_files(plan: recipe.Recipe, recipe_path: Path) -> None:
         if not path.is_file():
             raise UserError(
                 f"got data.path {path}, expected a file of JSON Lines: paths in {recipe_path} "
-                "start from its folder, those of --set from the working folder"
+                "start from its folder, those of --set and of shipped recipes from the working "
+                "folder"
             )
     model = plan.target.model
     if model and os.path.exists(model) and not os.path.exists(plan.folder / model):
@@ -56,6 +59,21 @@ def _require_files(plan: recipe.Recipe, recipe_path: Path) -> None:
             f"got target.model {model}, which is in the working folder: paths in {recipe_path} "
             f"start from its folder, write {os.path.relpath(model, plan.folder)}"
         )
+
+
+def require_new(drafter: str, out: Path, paths: Sequence[Path]) -> None:
+    """Raises UserError unless a recipe for this drafter can be written to `out` for these data."""
+    known = [name for name in drafters.trainable() if f"{DEMO}/{name}" in recipe.shipped()]
+    if drafter not in known:
+        raise UserError(
+            f"got drafter {drafter!r:.80}, expected one with a recipe: {', '.join(known)}",
+            param="drafter",
+        )
+    if out.exists():
+        raise UserError(f"{out} exists: remove it, or choose another file", param="out")
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"got data {path}, expected a file of JSON Lines", param="data")
 
 
 def require_run(out: Path, resume: bool, newest: Path | None) -> None:

@@ -1,6 +1,7 @@
 """Foretells what a training run takes: memory at its peak, and room on the disk."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -36,9 +37,7 @@ def say(
     merged = 4 * target_weights if job.plan.joint else 0
     width = 2 if settings.precision == "bf16" else 4
     held = merged or (0 if features else width * target_weights)
-    steps = held + PER_TRAINED_WEIGHT * num_trained
-    steps += sum(tensor.nbytes for tensor in (*drafter.parameters(), *drafter.buffers()))
-    steps += PER_BATCH_NUMBER * settings.batch_tokens * drafter.dims.hidden_size
+    steps = of_steps(drafter, num_trained, settings.batch_tokens, held)
     parts = [f"{kept} checkpoints of {disk.shown(checkpoint)}"]
     if features:
         parts.insert(0, f"features of {disk.shown(features)}")
@@ -52,3 +51,10 @@ def say(
         job.report,
         of=", ".join(parts),
     )
+
+
+def of_steps(drafter: Any, num_trained: int, batch_tokens: int, held: int) -> int:
+    """Returns the bytes that steps take, `held` of them for the target."""
+    own = sum(tensor.nbytes for tensor in (*drafter.parameters(), *drafter.buffers()))
+    batch = PER_BATCH_NUMBER * batch_tokens * int(drafter.dims.hidden_size)
+    return held + PER_TRAINED_WEIGHT * num_trained + own + batch

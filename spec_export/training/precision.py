@@ -14,12 +14,12 @@ def fast_precision() -> Literal["bf16", "fp32"]:
     return "fp32" if seconds(torch.bfloat16) > 4 * seconds(torch.float32) else "bf16"
 
 
-def seconds(dtype: torch.dtype) -> float:
-    """Returns the seconds that the CPU takes for a product [256, 256] x [256, 256]."""
-    square = torch.ones(256, 256, dtype=dtype)
+def seconds(dtype: torch.dtype, n: int = 256, device: str = "cpu") -> float:
+    """Returns the seconds that a device takes for a product [n, n] x [n, n]."""
+    square = torch.ones(n, n, dtype=dtype, device=device)
     taken = []
     for _ in range(4):
         begin = time.perf_counter()
-        torch.mm(square, square)
+        torch.mm(square, square)[0, 0].item()  # waits for a GPU
         taken.append(time.perf_counter() - begin)
     return min(taken)

@@ -25,6 +25,7 @@ from spec_runtime.files.mapping import (
 
 T = TypeVar("T")
 
+SHIPPED = Path(__file__).parents[1] / "assets" / "recipes"
 MAX_SEED = 2**32 - 1
 MAX_EPOCHS = 1e6
 
@@ -267,16 +268,29 @@ SECTIONS: dict[str, type | None] = {
 OPTIONAL = ("joint",)  # leaving the section out is not the same as taking its defaults
 
 
+def shipped() -> dict[str, Path]:
+    """Returns the files of the shipped recipes by their names, such as "vicuna-7b/eagle"."""
+    files = sorted(SHIPPED.glob("*/*.toml"))
+    return {file.relative_to(SHIPPED).with_suffix("").as_posix(): file for file in files}
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads the recipe at `path` and applies `overrides`, each "section.key=value".
+    """Reads the recipe at `path`, or the shipped one of that name, and applies `overrides`, each
+    "section.key=value". A shipped recipe's paths start from the working folder.
 
     Raises UserError, which names what is wrong.
     """
     path = Path(path)
+    if not path.exists() and path.as_posix() in shipped():
+        text = shipped()[path.as_posix()].read_text(encoding="utf-8")
+        return parse(text, overrides, where=str(path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read recipe {path}: {error}, expected a TOML file") from error
+        raise UserError(
+            f"cannot read recipe {path}: {error}, expected a TOML file, or the name of a shipped "
+            "recipe (spec-export recipe --list)"
+        ) from error
     return parse(text, overrides, folder=path.parent, where=str(path))
 
 
@@ -298,9 +312,9 @@ def parse(
     for override in overrides:
         section, key, value = parse_override(override)
         if (section, key) == ("data", "path"):
-            value = _from_working_folder(value, folder)
+            value = from_working_folder(value, folder)
         if section == "target" and os.path.exists(str(value)):
-            value = _from_working_folder(value, folder)
+            value = from_working_folder(value, folder)
         tables.setdefault(section, {})[key] = value
     for name in ("drafter", "data", "train"):
         if name not in tables:
@@ -358,13 +372,13 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     return from_mapping(cls, mapping, where, none="absent")
 
 
-def _from_working_folder(value: Any, folder: Path) -> Any:
+def from_working_folder(value: Any, folder: Path) -> Any:
     """Restates a data path, or a list of them, from the working folder to the recipe's `folder`.
 
     A path typed on the command line starts from the working folder.
     """
     if isinstance(value, list):
-        return [_from_working_folder(item, folder) for item in value]
+        return [from_working_folder(item, folder) for item in value]
     if not isinstance(value, str) or not value or os.path.isabs(value):
         return value
     return Path(os.path.relpath(value, folder)).as_posix()

@@ -8,7 +8,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from spec_runtime.cli import options
+from spec_runtime.cli import next_command, options
 from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import COMPACT, Console, visible
 from spec_runtime.errors import UserError
@@ -73,6 +73,7 @@ def command(
         finally:  # a full disk loses neither the figures nor what is printed
             options.deliver(out, figures, lambda: _print(found, manifest.name))
     Console().print(f"Kept in {visible(path)}", soft_wrap=True)
+    next_command.say("tune", folder)
 
 
 def _measure(

@@ -14,6 +14,7 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_export.build import make_bundle
+from spec_export.build.add import add
 from spec_export.build.make_bundle import BuildOptions
 from spec_export.drafters.amphista import Config, Drafter
 from spec_export.drafters.layers import noisy_features
@@ -21,6 +22,7 @@ from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.errors import UserError
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.rows import LastFeature
 
@@ -168,23 +170,32 @@ def test_many_rows_go_through_a_head_in_chunks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_bundle_feeds_each_drafter_its_own_taps(workshop: Workshop, tmp_path: Path) -> None:
-    """Medusa reads only the final feature, the other drafter of the bundle a tap too, which its
-    entry names as older bundles did."""
-    both = tmp_path / "both"
-    shutil.copytree(workshop.bundle("parallelspec"), both)
-    own = bundles.read(workshop.bundle("medusa"))
-    shutil.copytree(own.path / "drafters/medusa", both / "drafters/medusa")
+    """EAGLE, which is added later, reads only the final feature, the other drafter of the bundle a
+    tap too, which its entry names as older bundles did."""
+    old, both, llama = workshop.bundle("parallelspec"), tmp_path / "both", str(workshop.llama())
+    add(old, workshop.drafter("eagle"), llama, out=both)
+    for name in bundles.read(old).manifest.files:
+        assert (both / name).read_bytes() == (old / name).read_bytes()
+    for name, message in (
+        ("eagle", "has a drafter eagle already"),
+        ("eagle3", r"reads fused.eagle3, which this bundle's target does not give: build the b"),
+        ("skip_layer", "reads the target's own layers"),
+    ):
+        with pytest.raises(UserError, match=message):
+            add(both, workshop.drafter(name), llama)
+    shutil.copytree(llama, tmp_path / "other")
+    with pytest.raises(UserError, match="got the model other for a bundle of llama"):
+        add(old, workshop.drafter("eagle"), str(tmp_path / "other"))
     manifest = bundles.read(both).manifest
-    assert (manifest.target.taps, own.manifest.target.taps) == ((1,), ())
-    (older,) = manifest.drafters
+    assert sorted(manifest.provenance["drafters"]) == ["eagle", "parallelspec"]
+    older, added = manifest.drafters
     config = {key: value for key, value in older.config.items() if key != "features"}
     older = dataclasses.replace(older, config=config | {"taps": [1]})
-    entries = (older, *own.manifest.drafters)
-    bundles.write_manifest(both, dataclasses.replace(manifest, drafters=entries))
+    bundles.write_manifest(both, dataclasses.replace(manifest, drafters=(older, added)))
 
     engine = spec_runtime.load(both, "parallelspec", threads=1, lookup=False)
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
-    for name in ("medusa", "parallelspec", "medusa"):
+    for name in ("eagle", "parallelspec", "eagle"):
         got = engine.with_drafter(name, lookup=False).generate("say abc, 3", **options)
         alone = spec_runtime.load(workshop.bundle(name), name, threads=1, lookup=False)
         expected = alone.generate("say abc, 3", **options)

@@ -5,7 +5,6 @@ graphs with the modules.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -27,7 +26,6 @@ from spec_export.drafters.layers import Batch
 from spec_export.training import recipe
 from spec_runtime.errors import UserError
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 LEVELS = ("hydra", "redrafter", "semi_autoregressive")
 every_drafter = pytest.mark.parametrize(
     ("name", "options"),
@@ -320,11 +318,9 @@ def test_taps_beyond_the_target_are_refused() -> None:
         backbone_of(tiny("llama")).add_fusion("eagle3", fusion)
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=f"{p.parent.name}/{p.stem}") for p in RECIPES.rglob("*.toml")]
-)
-def test_every_recipe_can_be_built(path: Path) -> None:
-    plan = recipe.load(path, [])
+@pytest.mark.parametrize("name", recipe.shipped())
+def test_every_recipe_can_be_built(name: str) -> None:
+    plan = recipe.load(name)
     definition = drafters.load(plan.drafter_name)
-    config = recipe.build_config(definition.Config, plan.drafter_fields, str(path))
+    config = recipe.build_config(definition.Config, plan.drafter_fields, name)
     assert config.top_k >= 1

@@ -11,7 +11,7 @@ from workshop import Workshop
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 
-VICUNA = Path(__file__).parents[2] / "recipes" / "vicuna-7b"
+VICUNA = recipe.SHIPPED / "vicuna-7b"
 
 
 def test_the_two_recipes_for_vicuna_follow_each_other(workshop: Workshop, tmp_path: Path) -> None:

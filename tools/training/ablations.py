@@ -1,8 +1,8 @@
 """Trains variants of one drafter, or several recipes, on the same data and budget, as one table.
 
-    python -m tools.training.ablations --recipe recipes/smollm2-135m/*.toml --data answers.jsonl \\
+    python -m tools.training.ablations --recipe smollm2-135m/{medusa,eagle} --data answers.jsonl \\
         --cache FOLDER --out runs/all --token-rows 1e6 --json drafters-alike.json
-    python -m tools.training.ablations --recipe recipes/smollm2-135m/parallelspec.toml … \\
+    python -m tools.training.ablations --recipe smollm2-135m/parallelspec … \\
         --steps 100 --variant "baseline: drafter.layers=1" \\
         --variant "all that pay: drafter.layers=2,drafter.mask_reads_token=true"
 

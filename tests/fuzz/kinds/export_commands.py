@@ -14,6 +14,7 @@ from kinds.out_folders import contents, fill, snapshot
 
 MODELS = ("@folder/nosuch", "@folder/empty", "@folder/file", "./nosuch", "", "~nosuch", "\udcff")
 FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
+    "add": {"--model": st.sampled_from(MODELS), "--out": st.sampled_from(MODELS)},
     "build": {
         "--drafter": st.sampled_from(("medusa", "parallelspec", "none", "no", "")) | WORDS,
         "--drafter-checkpoint": st.sampled_from(MODELS),
@@ -37,6 +38,12 @@ FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--engine": st.sampled_from(("auto", "transformers", "openvino", "vllm", "no")),
         "--precision": st.sampled_from(("fp32", "bf16", "no")),
         "--no-resume": None,
+    },
+    "recipe": {
+        "--drafter": st.sampled_from(("medusa", "peagle", "no", "")) | WORDS,
+        "--data": st.sampled_from(MODELS),
+        "--tokens": SMALL,
+        "--gpus": SMALL,
     },
     "train": {
         "--set": st.builds("{}={}".format, st.sampled_from(("train.lr", "x.y", "data.path")), WORDS)
@@ -66,6 +73,8 @@ def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStr
     rest = flag_words(flags)
     model = st.sampled_from(MODELS)
     fixed = {
+        "add": model.map(lambda name: ["--bundle", name, "--drafter-checkpoint", name]),
+        "recipe": model.map(lambda name: ["--model", name, "--out", "@folder/out/new.toml"]),
         "build": model.map(lambda name: ["--model", name, "--out", "@folder/out"]),
         "distill": model.map(lambda name: ["--model", name, "--out", "@folder/out/answers.jsonl"]),
         "train": model.map(lambda name: [name, "--out", "@folder/out"]),
