@@ -8,7 +8,6 @@ import typer
 from spec_export.cli.options import Target
 from spec_runtime.errors import UserError
 
-
 Answer = Literal["yes", "no"]
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import typer
 import typer.completion
 
-
 Shell = Literal["bash", "zsh", "fish"]
 
 
