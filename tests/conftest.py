@@ -99,7 +99,7 @@ def pytest_collection_finish() -> None:
             if wanted is None or wanted[:2] == (node.domain, node.op_type):
                 return rewritten(rule, model, graph, node, **given)
 
-        RewriteRule.try_rewrite = try_rewrite  # type: ignore[method-assign]
+        RewriteRule.try_rewrite = try_rewrite  # type: ignore[assignment, method-assign]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

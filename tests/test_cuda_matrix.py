@@ -150,8 +150,9 @@ def drafters_of(kind: str) -> Sequence[str]:
 def build(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Returns a function that builds a bundle of a kind's drafters in a precision, each once."""
     folder = tmp_path_factory.mktemp("kinds")
-    workshops = {kind: UntrainedWorkshop(folder / kind, KINDS[kind]) for kind in KINDS}
-    workshops["llama"] = workshop
+    workshops: dict[str, Workshop] = {"llama": workshop}
+    for kind in KINDS.keys() - workshops.keys():
+        workshops[kind] = UntrainedWorkshop(folder / kind, KINDS[kind])
     return cache(
         lambda kind, precision: bundles.read(workshops[kind].lanes(precision, drafters_of(kind)))
     )
