@@ -54,10 +54,6 @@ class Report:
         """
         return nullcontext(_ignore)
 
-    def download(self, what: str) -> AbstractContextManager[Advance]:
-        """Shows how many bytes of `what` the block has fetched, on a terminal only."""
-        return nullcontext(_ignore)
-
 
 def _ignore(done: int, total: int, note: str = "", seconds_left: float | None = None) -> None:
     """Does nothing: the `Advance` of a silent report."""

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 from cuda_standin import StandIn  # noqa: E402
 from cuda_standin.calls import Calls, read_calls  # noqa: E402
 from test_cuda_matrix import UNWANTED  # noqa: E402
-from workshop import CudaWorkshop, Workshop  # noqa: E402
+from workshop import UntrainedWorkshop, Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import drafters  # noqa: E402
@@ -36,13 +36,13 @@ ASKED: list[tuple[str, Any]] = [
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop) -> Path:
     """Returns an fp32 bundle for CUDA with every drafter."""
-    return workshop.cuda.lanes("fp32")
+    return workshop.lanes("fp32")
 
 
 @pytest.fixture(scope="module")
 def plain(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Returns the tokens of plain decoding with a bias, for each of ASKED."""
-    bundle = workshop.cuda.build(tmp_path_factory.mktemp("plain") / "bundle")
+    bundle = workshop.build(tmp_path_factory.mktemp("plain") / "bundle")
     engine = spec_runtime.load(bundle, "none", threads=1)
     return [engine.generate(prompt, **options).token_ids for prompt, options in ASKED]
 
@@ -90,7 +90,7 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
 def test_check_passes(workshop: Workshop, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 2)  # accepted length has no bound
     monkeypatch.setattr(check.reference, "prompts", lambda: ("say abc",))
-    rows = check.run(str(workshop.cuda.llama()), folder, []).rows
+    rows = check.run(str(workshop.llama()), folder, []).rows
     assert all(row.passed for row in rows)
     # what is compared with drafters' own weights is asked for with their checkpoints
     assert all(row.name.startswith("fused.") for row in rows if row.skipped)
@@ -178,7 +178,7 @@ def test_rows_are_read_in_place_at_every_width(
     """No kernel copies rows for each query head. With as many key heads as query heads, ONNX
     Runtime would choose the memory-efficient one by itself."""
     if num_kv_heads == 4:
-        other = CudaWorkshop(tmp_path / "other", {"num_key_value_heads": num_kv_heads})
+        other = UntrainedWorkshop(tmp_path / "other", {"num_key_value_heads": num_kv_heads})
         folder = other.build(tmp_path / "bundle", precision="fp32", device="cuda")
     dims = bundles.read(folder).manifest.target.dims
     assert (dims.num_heads, dims.num_kv_heads) == (4, num_kv_heads)

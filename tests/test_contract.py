@@ -31,9 +31,6 @@ from spec_runtime.pace.pacer import Pacer
 # Of a target with convolutions: drafters that run its layers, read its features, or neither.
 OF_HYBRIDS = [f"{HYBRID}{name}" for name in ("skip_layer", "parallelspec", "medusa")]
 trained = pytest.mark.parametrize("name", [*drafters.trainable(), *OF_HYBRIDS])
-# Where the guesses themselves count, also masks that read the root's token.
-VARIANTS = [*drafters.trainable(), "parallelspec+token"]
-in_every_variant = pytest.mark.parametrize("name", VARIANTS)
 UNTRAINED = ["prompt_lookup", "lookahead", f"{HYBRID}lookahead"]
 every_drafter = pytest.mark.parametrize("name", [*drafters.trainable(), *OF_HYBRIDS, *UNTRAINED])
 
@@ -60,7 +57,7 @@ def engine(workshop: FluentWorkshop, name: str, engines: dict[str, Engine]) -> E
             trained = OF_HYBRIDS[0] if drafter_name(name) in UNTRAINED else name
             bundle = workshop.bundle(trained.removeprefix(HYBRID))
         else:
-            bundle = workshop.bundle(name) if name in VARIANTS[-1:] else workshop.every()
+            bundle = workshop.every()
         lookup = None if drafter_name(name) in UNTRAINED else False
         engines[name] = spec_runtime.load(bundle, drafter_name(name), threads=1, lookup=lookup)
     engines[name].target.forget()
@@ -79,7 +76,7 @@ def answers() -> dict[tuple[str, str], GenerationResult]:
     return {}
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *UNTRAINED[:2]])
+@pytest.mark.parametrize("name", [*drafters.trainable(), *UNTRAINED[:2]])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_drafter_changes_no_token(
     engine: Engine,
@@ -118,19 +115,18 @@ def test_the_drafter_changes_no_token_of_a_hybrid(engine: Engine, name: str) -> 
     check_no_token_changes(engine, SAMPLING[1])
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *OF_HYBRIDS])
+@trained
 def test_the_runtime_guesses_as_pytorch_does(
     workshop: FluentWorkshop, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_guesses_are_pytorchs(workshop, engine, name.removeprefix(HYBRID), monkeypatch)
 
 
-@in_every_variant
+@pytest.mark.parametrize("name", drafters.trainable())
 def test_int8_emits_the_argmax_of_the_row_that_verified_it(
     fluent: FluentWorkshop, name: str
 ) -> None:
-    is_other = name == VARIANTS[-1]
-    check_int8(fluent.bundle(name, "int8") if is_other else fluent.every("int8", lanes=1), name)
+    check_int8(fluent.every("int8", lanes=1), name)
 
 
 @every_drafter

@@ -1,6 +1,6 @@
 """Runs every graph of a CUDA bundle over the stand-in, in each precision and on each kind of GPU.
 
-The drafters are untrained: what is launched and copied does not depend on weights.
+What is launched and copied does not depend on weights.
 """
 
 import json
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from cuda_standin import StandIn  # noqa: E402
 from cuda_standin.calls import Calls, read_calls  # noqa: E402
-from workshop import CudaWorkshop, Workshop  # noqa: E402
+from workshop import UntrainedWorkshop, Workshop  # noqa: E402
 
 from spec_export import drafters  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
@@ -151,8 +151,9 @@ def drafters_of(kind: str) -> Sequence[str]:
 def build(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Returns a function that builds a bundle of a kind's drafters in a precision, each once."""
     folder = tmp_path_factory.mktemp("kinds")
-    workshops = {kind: CudaWorkshop(folder / kind, KINDS[kind]) for kind in KINDS}
-    workshops["llama"] = workshop.cuda
+    workshops: dict[str, Workshop] = {"llama": workshop}
+    for kind in KINDS.keys() - workshops.keys():
+        workshops[kind] = UntrainedWorkshop(folder / kind, KINDS[kind])
     return cache(
         lambda kind, precision: bundles.read(workshops[kind].lanes(precision, drafters_of(kind)))
     )

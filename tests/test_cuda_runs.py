@@ -158,7 +158,7 @@ def runs(standin: StandIn, workshop: Workshop, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("runs")
     pad = "pad (int64[4] x) => (int64[6] y) <int64[2] pads = {1, 1}> { y = Pad(x, pads) }"
     onnx.save(model_of(pad), folder / "pad.onnx")  # CUDA has no kernel that pads integers
-    paths = [*map(workshop.cuda.lanes, ("fp16", "fp32")), folder / "pad.onnx"]
+    paths = [*map(workshop.lanes, ("fp16", "fp32")), folder / "pad.onnx"]
     log = folder / "log"
     done = standin.run("-c", RUNS, *paths, log=log, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -81,15 +81,15 @@ def plain_tokens(engine: Engine, prompt: str, **options: Any) -> tuple[list[int]
 
 @pytest.mark.slow
 def test_the_shipped_drafter_loses_nothing_and_is_often_right(engine: Engine) -> None:
-    """Texts are plain decoding's, token by token, and steps commit at least 1.85 tokens on average.
+    """Texts are plain decoding's, token by token, and steps commit at least 1.9 tokens on average.
 
-    The drafter alone measures 1.96 tokens a step on these prompts, from 1.66 to 2.74 by prompt; in
+    The drafter alone measures 2.02 tokens a step on these prompts, from 1.6 to 3.4 by prompt; in
     fp32 another machine changes that only where two drafts are nearly equally probable, for which
-    the bound leaves 0.1. Features in reversed order give 1.74, features of zeros 1.38. No text has
-    a near tie, where the order of float sums may decide, so that its tokens have to be equal on any
-    machine.
+    the bound leaves 0.1. Over 64 tokens, with 1.96, features in reversed order gave 1.74, features
+    of zeros 1.38. No text has a near tie, where the order of float sums may decide, so that its
+    tokens have to be equal on any machine.
     """
-    options: dict[str, Any] = {"max_new_tokens": 64}
+    options: dict[str, Any] = {"max_new_tokens": 48}
     num_tokens = num_steps = num_long = 0
     for prompt in PROMPTS:
         expected, gap = plain_tokens(engine, prompt, **options)
@@ -99,7 +99,7 @@ def test_the_shipped_drafter_loses_nothing_and_is_often_right(engine: Engine) ->
         num_tokens += len(expected) - 1  # the first one is the prompt's own
         num_steps += len(steps) - 1
         num_long += sum(step.num_accepted >= 2 for step in steps)
-    assert num_tokens / num_steps >= 1.85, f"{num_tokens} tokens in {num_steps} steps"
+    assert num_tokens / num_steps >= 1.9, f"{num_tokens} tokens in {num_steps} steps"
     assert num_long >= 20, f"{num_long} steps accepted two tokens or more"
 
 

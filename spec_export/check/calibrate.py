@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from spec_export import reference
+from spec_export.report import SILENT, Report
 from spec_runtime import load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
@@ -84,15 +85,13 @@ def run(
     drafter: str | None = None,
     max_new_tokens: int = 128,
     threads: int | None = None,
-    on_prompt: Callable[[str, int, int], None] = lambda drafter, done, total: None,
-    on_skip: Callable[[str], None] = lambda reason: None,
+    report: Report = SILENT,
     on_found: Callable[[str, dict[str, Any]], None] = lambda drafter, calibration: None,
 ) -> dict[str, dict[str, Any]]:
     """Calibrates `drafter`, or every trained drafter of `bundle`, and stores it in the manifest.
 
     prompts: a file as `spec-runtime bench` reads it; None means the sixteen shipped prompts.
-    on_prompt: is called with the drafter, the prompts done and their number.
-    on_skip: is called with the reason for each prompt left out because it exceeds the context.
+    A prompt that exceeds the context is left out, and `report` says so.
     on_found: is called with each drafter and its calibration, before anything is stored.
     Returns the calibrations by drafter, see bundle.manifest.DrafterInfo. Raises UserError for a
     damaged bundle, an unknown drafter, or if no prompt can be used, and UserError or OSError,
@@ -115,14 +114,15 @@ def run(
         try:
             encoded.append(plain.encode(content))
         except UserError as error:
-            on_skip(f"prompt {number} skipped: {error}")
+            report.line(f"prompt {number} skipped: {error}")
     found = {}
     for info in infos:
         engine = plain.with_drafter(info.name, lookup=False)
         seen = []
-        for done, prompt_ids in enumerate(encoded):
-            on_prompt(info.name, done, len(encoded))
-            seen.append(watch(engine, prompt_ids, max_new_tokens))
+        with report.progress(info.name) as advance:
+            for prompt_ids in encoded:
+                seen.append(watch(engine, prompt_ids, max_new_tokens))
+                advance(len(seen), len(encoded))
         found[info.name] = summarise(seen)
         on_found(info.name, found[info.name])
     _store(bundle, found)

@@ -1,11 +1,11 @@
 """Defines `spec-export build`, which makes a bundle of a target and its drafters."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from spec_export.cli.options import Backend, Base, Device, Form, Model, Precision, require_model
+from spec_export.cli.options import Base, Model, Precision, require_model
 from spec_runtime.bundle.manifest import MAX_LANES
 from spec_runtime.cli import next_command
 
@@ -81,7 +81,7 @@ Out = Annotated[
     ),
 ]
 TargetDevice = Annotated[
-    Device,
+    Literal["cpu", "cuda"],
     typer.Option(
         "--device",
         help="What ONNX Runtime will run on; cuda takes fp16, bf16 and fp32",
@@ -89,7 +89,7 @@ TargetDevice = Annotated[
     ),
 ]
 BuildBackend = Annotated[
-    Backend,
+    Literal["onnxruntime", "tensorrt"],
     typer.Option(
         "--backend",
         help="tensorrt adds TensorRT plans, in fp16, bf16 or fp32: built, never executed",
@@ -107,7 +107,7 @@ ComputeCapabilities = Annotated[
     ),
 ]
 GraphForm = Annotated[
-    Form,
+    Literal["slots", "contiguous"],
     typer.Option(
         "--form",
         help="Form of the KV cache: slots for ONNX Runtime, contiguous for TensorRT",
@@ -136,10 +136,10 @@ def command(
     drafter_checkpoint: DrafterCheckpoints = None,
     draft_model: DraftModel = None,
     drafter_precision: DrafterPrecision = None,
-    device: TargetDevice = Device.cpu,
-    backend: BuildBackend = Backend.onnxruntime,
+    device: TargetDevice = "cpu",
+    backend: BuildBackend = "onnxruntime",
     compute_capability: ComputeCapabilities = None,
-    form: GraphForm = Form.slots,
+    form: GraphForm = "slots",
     lanes: Lanes = MAX_LANES,
     int4_block: Int4Block = 32,
 ) -> None:
@@ -158,11 +158,11 @@ def command(
         drafter_precision=None if drafter_precision is None else drafter_precision.value,
         max_length=max_length,
         out=out,
-        form=form.value,
+        form=form,
         draft_model=draft_model,
-        backend=backend.value,
+        backend=backend,
         compute_capabilities=compute_capability or (),
-        device=device.value,
+        device=device,
         lanes=lanes,
         int4_block=int4_block,
     )

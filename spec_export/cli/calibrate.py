@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import next_command, options
 from spec_runtime.cli.flags import with_flags
-from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.cli.terminal import Console
 
 
 @with_flags(
@@ -41,38 +39,19 @@ def command(
     The accuracies by depth and rank shape the trees that the runtime grows and tunes.
     """
     from spec_export.check import calibrate
+    from spec_export.cli.report import TerminalReport
     from spec_runtime.bundle.manifest import find
 
-    progress = Progress(console=Console(stderr=True), transient=True)
-    tasks: dict[str, Any] = {}
-
-    def show(name: str, done: int, total: int) -> None:
-        if name not in tasks:
-            progress.start()
-            tasks[name] = progress.add_task(escape(name), total=total)
-        progress.update(tasks[name], completed=done)
-
-    console = Console()
-
-    def show_tables(name: str, calibration: dict[str, Any]) -> None:
-        progress.stop()
-        console.print(_accuracy_table(name, calibration), _length_table(calibration))
-
     folder = bundle or find()
-    try:
-        calibrate.run(
-            folder,
-            prompts,
-            drafter,
-            length["max_new_tokens"],
-            loading["threads"],
-            on_prompt=show,
-            on_skip=lambda line: progress.console.print(visible(line)),
-            on_found=show_tables,
-        )
-    finally:
-        if tasks:  # otherwise an empty line would be printed before the error
-            progress.stop()
+    calibrate.run(
+        folder,
+        prompts,
+        drafter,
+        length["max_new_tokens"],
+        loading["threads"],
+        TerminalReport(),
+        lambda *found: Console().print(_accuracy_table(*found), _length_table(found[1])),
+    )
     next_command.say("calibrate", folder)
 
 

@@ -1,18 +1,11 @@
 """Defines `spec-export export`, which writes a drafter of ours as other libraries read it."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from spec_export.cli.options import Target
-
-
-class Form(StrEnum):
-    speculators = "speculators"
-    native = "native"
-    vllm_medusa = "vllm-medusa"
 
 
 def command(
@@ -23,7 +16,7 @@ def command(
         ),
     ],
     form: Annotated[
-        Form,
+        Literal["speculators", "native", "vllm-medusa"],
         typer.Option(
             "--format",
             help="speculators (vLLM) for eagle3, peagle and dflash, vllm-medusa for medusa, native "
@@ -40,4 +33,4 @@ def command(
     from spec_export.cli.report import TerminalReport
     from spec_export.imports.drafters.exporter import run
 
-    print(run(checkpoint, form.value, target, out, TerminalReport()))
+    print(run(checkpoint, form, target, out, TerminalReport()))

@@ -1,23 +1,14 @@
 """Defines `spec-export import`, which makes a drafter of ours of one that others have trained."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from spec_export.cli.options import Target
 from spec_runtime.errors import UserError
 
-
-class Answer(StrEnum):
-    yes = "yes"
-    no = "no"
-
-
-class Alignment(StrEnum):
-    anchor = "anchor"
-    fill_in = "fill-in"
+Answer = Literal["yes", "no"]
 
 
 def _flag(name: str, what: str) -> typer.models.OptionInfo:
@@ -50,7 +41,7 @@ def command(
         _flag("--norm-before-residual", "Whether the first layer adds to the normed state"),
     ] = None,
     alignment: Annotated[
-        Alignment | None,
+        Literal["anchor", "fill-in"] | None,
         _flag("--alignment", "Whether row 0 of a DFlash block, its root, gives a guess"),
     ] = None,
     measure: Annotated[
@@ -72,7 +63,7 @@ def command(
         except ValueError:
             raise UserError(f"got --taps {taps!r:.80}, expected layers such as 2,18,33") from None
     output, residual = (
-        None if each is None else each is Answer.yes for each in (norm_output, norm_before_residual)
+        None if each is None else each == "yes" for each in (norm_output, norm_before_residual)
     )
-    overrides = Overrides(ids, output, residual, alignment.value if alignment else None)
+    overrides = Overrides(ids, output, residual, alignment)
     print(run(source, target, out, overrides, measure, TerminalReport()))

@@ -6,28 +6,13 @@ from typing import Annotated
 import typer
 
 
-class Precision(StrEnum):
+class Precision(StrEnum):  # typer takes no list of literals
     fp32 = "fp32"
     int8 = "int8"
     int4 = "int4"
     fp16 = "fp16"
     bf16 = "bf16"
     fp8 = "fp8"
-
-
-class Form(StrEnum):
-    slots = "slots"
-    contiguous = "contiguous"
-
-
-class Device(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Backend(StrEnum):
-    onnxruntime = "onnxruntime"
-    tensorrt = "tensorrt"
 
 
 def require_model(model: str | None) -> str | None:

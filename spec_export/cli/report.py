@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
@@ -102,19 +101,6 @@ class TerminalReport(Report):
                     lines = ProgressLines(self, what, done)
                 note = lines(done, total, note, seconds_left)
                 bar.update(task, completed=done, total=total, note=note)
-
-            yield advance
-
-    @contextmanager
-    def download(self, what: str) -> Iterator[Advance]:
-        columns = _NAME, BarColumn(), DownloadColumn()
-        with Progress(*columns, console=self._console, transient=True) as bar:
-            task = bar.add_task(visible(what), total=None)
-
-            def advance(
-                done: int, total: int, note: str = "", seconds_left: float | None = None
-            ) -> None:
-                bar.update(task, completed=done, total=total)
 
             yield advance
 

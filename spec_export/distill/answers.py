@@ -365,11 +365,10 @@ def _open_sidecar(config: DistillConfig, settings: dict[str, Any]) -> _Sidecar:
     if not config.out.exists():
         return _Sidecar(settings, collect_provenance())
     state = _sidecar_of(config.out)
-    earlier = {"turns": 1, "shard": "1/1", **state.settings}  # an older version asked once
     changed = [
         f"{name} was {was!r:.60}, got {value!r:.60}"
         for name, value in settings.items()
-        if (was := earlier.get(name, value)) != value
+        if (was := state.settings.get(name, value)) != value
     ]
     if changed:
         raise UserError(f"cannot go on with {config.out}: {'; '.join(changed)}")

@@ -51,7 +51,6 @@ class Config(Checked):
     auto_embedding: bool = True
     attention_layers: AtLeastOne = 1
     position_table: bool = True
-    feed_forward: bool = False
     heads: Heads = "shared"
     taps: tuple[int, ...] = ()
     top_k: AtLeastOne = 10
@@ -88,23 +87,18 @@ class MutualAttention(nn.Module):
     """Self-attention over the K rows of a group [..., K, D]: every row sees all, without rotary
     embedding.
 
-    It is pre-norm and residual. Its output product, and that of the feed-forward part if there is
-    one, start at 0. The attention is written as products and a softmax, because the graph's
-    rewriter would take an Attention operator for one with a cache.
+    It is pre-norm and residual, and its output product starts at 0. The attention is written as
+    products and a softmax, because the graph's rewriter would take an Attention operator for one
+    with a cache.
     """
 
-    def __init__(self, dims: LayerDims, feed_forward: bool) -> None:
+    def __init__(self, dims: LayerDims) -> None:
         super().__init__()
         self.num_heads, self.eps, D = dims.num_heads, dims.norm_eps, dims.hidden_size
         width = dims.num_heads * dims.head_dim
         self.norm = nn.Parameter(torch.ones(D))
         self.qkv = nn.Parameter(torch.randn(D, 3 * width) * D**-0.5)
         self.out = nn.Parameter(torch.zeros(width, D))
-        self.feed_forward = feed_forward
-        if feed_forward:
-            self.mlp_norm = nn.Parameter(torch.ones(D))
-            self.gate_up = nn.Parameter(torch.randn(D, 2 * dims.intermediate_size) * D**-0.5)
-            self.down = nn.Parameter(torch.zeros(dims.intermediate_size, D))
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = F.rms_norm(x, self.norm.shape, self.norm.to(x.dtype), self.eps) @ self.qkv
@@ -113,12 +107,7 @@ class MutualAttention(nn.Module):
             for part in qkv.chunk(3, dim=-1)
         )
         weight = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
-        x = x + (weight.to(v.dtype) @ v).transpose(-3, -2).flatten(-2) @ self.out
-        if self.feed_forward:
-            normed = F.rms_norm(x, self.mlp_norm.shape, self.mlp_norm.to(x.dtype), self.eps)
-            gate, up = (normed @ self.gate_up).chunk(2, dim=-1)
-            x = x + (gate * torch.sigmoid(gate) * up) @ self.down
-        return x
+        return x + (weight.to(v.dtype) @ v).transpose(-3, -2).flatten(-2) @ self.out
 
 
 class Drafter(HeadsDrafter):
@@ -159,8 +148,7 @@ class Drafter(HeadsDrafter):
         self.position_table = None
         if config.auto_embedding:
             self.attention.extend(
-                MutualAttention(ends.dims, config.feed_forward)
-                for _ in range(config.attention_layers)
+                MutualAttention(ends.dims) for _ in range(config.attention_layers)
             )
             if config.position_table:
                 self.position_table = nn.Parameter(torch.zeros(K, ends.dims.hidden_size))

@@ -8,8 +8,7 @@ training):
     z ← z + SiLU(V_{k,l} z),  l = 2 … num_layers
     q(x_{t+2+k}) = softmax(LM_head(norm(z)))
 
-That is `first_block = "residual"`, as in the authors' code: the first of num_layers blocks leads c
-to width d. With "linear" it is z = W_k c, and the blocks V are num_layers.
+As in the authors' code the first of num_layers blocks leads c to width d.
 
 All heads start as the target's own head: W_k picks h_t, and A and V are 0. Hydra++ has
 `prefix_layer = true` (h_t first goes through one causal decoder layer with its own cache),
@@ -19,62 +18,46 @@ own their output matrices and have biases; these share the target's and have non
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export.drafters.fields import AtLeastZero
+from spec_export.drafters.fields import AtLeastOne
 from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, export_cached
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 from spec_export.model import decoder
 from spec_export.model.ends import TargetEnds
-from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """The settings of Hydra: `num_guesses` heads of `num_layers` blocks each, the form of the
-    first block, and Hydra++'s `prefix_layer`.
+    """The settings of Hydra: `num_guesses` heads of `num_layers` blocks each, and Hydra++'s
+    `prefix_layer`."""
 
-    `first_block` is "linear" by default because drafters of earlier versions do not name it.
-    """
-
-    num_layers: AtLeastZero = 1
+    num_layers: AtLeastOne = 1
     prefix_layer: bool = False
-    first_block: Literal["linear", "residual"] = "linear"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.first_block == "residual" and not self.num_layers:
-            raise UserError("got num_layers 0, expected 1 or more: the first block is one of them")
 
 
 class _Head(nn.Module):
     """The weights of head k: the first block, the blocks V, and the norm before the LM head.
 
-    `first` is W_k, and right of it A_k if the first block has one: its product has the width
-    `block_width`, from which `_first_block` makes z.
+    `first` is W_k, and right of it A_k.
     """
 
     def __init__(self, k: int, config: Config, D: int, scale: float) -> None:
         super().__init__()
         first = torch.cat((torch.eye(D), torch.zeros((k + 1) * D, D)))
-        num_layers = config.num_layers
-        if config.first_block == "residual":
-            first, num_layers = torch.cat((first, torch.zeros_like(first)), 1), num_layers - 1
-        self.first = nn.Parameter(first)
-        self.layers = nn.ParameterList(torch.zeros(D, D) for _ in range(num_layers))
+        self.first = nn.Parameter(torch.cat((first, torch.zeros_like(first)), 1))
+        self.layers = nn.ParameterList(torch.zeros(D, D) for _ in range(config.num_layers - 1))
         self.norm = nn.Parameter(torch.full((D,), scale))
 
 
-def _first_block(product: Tensor, D: int) -> Tensor:
-    """Returns z [..., D] of the first product c · [W_k] or c · [W_k, A_k], [..., D or 2D]."""
-    if product.shape[-1] == D:
-        return product
-    residual, inner = product.split(D, -1)
+def _first_block(product: Tensor) -> Tensor:
+    """Returns z [..., D] of the first product c · [W_k, A_k], [..., 2D]."""
+    residual, inner = product.chunk(2, -1)
     return residual + F.silu(inner)
 
 
@@ -108,7 +91,7 @@ class Drafter(SequentialDrafter):
         chunks = [self.unit(context_RD), *self.unit_embedding(token_RK).unbind(1)]
         rows = []
         for k, head in enumerate(self.heads):
-            z = _first_block(torch.cat(chunks[: k + 2], -1) @ head.first, self.dims.hidden_size)
+            z = _first_block(torch.cat(chunks[: k + 2], -1) @ head.first)
             for weight in head.layers:
                 z = z + F.silu(z @ weight)
             rows.append(F.rms_norm(z, head.norm.shape, head.norm.to(z.dtype), self.dims.norm_eps))
@@ -192,7 +175,7 @@ class _StepNetwork(nn.Module):
         parts = self.project(self.embed(token_N)).view(-1, K * (K + 1) // 2, E)
         pick_K = self.pick_KK.index_select(0, level).view(-1)
         state_NKE = state_NW.view(-1, K, E) + parts.index_select(1, pick_K)
-        z = _first_block(state_NKE.index_select(1, level).view(-1, E), D)
+        z = _first_block(state_NKE.index_select(1, level).view(-1, E))
         for table in self.layers:
             z = z + F.silu(z @ table.index_select(0, level).view(D, D))
         norm_D = self.norm_KD.index_select(0, level).view(-1)

@@ -1,56 +1,28 @@
 """Computes the losses of guesses: on hard labels, on the target's distribution, and on features.
 
-p is the target's distribution, q the drafter's; R counts rows with a label.
+p is the target's distribution, q the drafter's; R counts rows with a label, of which a row's is y.
+Through a head the loss of a row is
+
+    −(1−s) log q(y) − s Σ_v p(v) log q(v),    s = soft_weight.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from spec_export.drafters.fields import Share
 from spec_runtime.errors import UserError
-from spec_runtime.files.mapping import Checked
 
 IGNORED = -100  # label of a row that carries no loss
 CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB
-Loss = Literal["ce", "tv", "lk"]
 
 
 def position_weights(count: int, decay: float) -> Tensor:
     """Returns λ_k = decay^k for k = 0 … count-1, f32[count] (Medusa and ParallelSpec use 0.8)."""
     return decay ** torch.arange(count, dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class Objective(Checked):
-    """The loss of one row through a head, from q, its label y and the target's p.
-
-        ce: −(1−s) log q(y) − s Σ_v p(v) log q(v),                s = soft_weight
-        tv: w · ½ Σ_v |p(v) − q(v)| + (1−w) · ce,                 w = tv_weight
-        lk: −log Σ_v min(p(v), q(v))
-
-    Σ_v min(p(v), q(v)) is the probability that speculative sampling accepts a guess drawn from q,
-    and ½ Σ_v |p − q| that it does not. "lk" is the negative logarithm of the first.
-    """
-
-    loss: Loss = "ce"
-    soft_weight: Share = 0.0
-    tv_weight: Share = 0.9
-
-    @property
-    def cross_entropy_share(self) -> float:
-        """Returns the factor of the cross-entropy in the loss."""
-        return {"ce": 1.0, "tv": 1 - self.tv_weight, "lk": 0.0}[self.loss]
-
-    @property
-    def needs_target(self) -> bool:
-        """Returns whether the loss reads p."""
-        return self.loss != "ce" or self.soft_weight > 0
 
 
 class Shortlist(NamedTuple):
@@ -105,12 +77,8 @@ class _HeadLosses(torch.autograd.Function):
     """Computes `head_losses` and their gradients chunk by chunk in the forward pass.
 
     The logits are in the processor's cache then: to keep [R, V] logits for a backward pass would
-    cost more than both matrix products. At a row's logits the gradients are
-
-        ce: q − s · p − (1 − s) · onehot(y)
-        tv and lk: c · q · (Σ_v a_v q_v − a),    a_v = 1 where q_v < p_v and 0 elsewhere,
-
-    with c = 1 for ½ Σ|p − q|, and c = 1 / Σ min(p, q) for lk.
+    cost more than both matrix products. At a row's logits the gradient is
+    q − s · p − (1 − s) · onehot(y).
     """
 
     @staticmethod
@@ -119,7 +87,7 @@ class _HeadLosses(torch.autograd.Function):
         hidden_RD: Tensor,
         head_VD: Tensor,
         label_R: Tensor,
-        objective: Objective,
+        soft_weight: float,
         target_ND: Tensor | None,
         target_index_R: Tensor | None,
         log_weight_V: Tensor | None,
@@ -136,7 +104,7 @@ class _HeadLosses(torch.autograd.Function):
             if target_ND is not None and target_index_R is not None:
                 p = _target_distribution(target_ND, target_index_R[rows], head_VD, log_weight_V)
             loss_R[rows], probability_R[rows], is_top_R[rows], gradient = _chunk(
-                logits, label_R[rows, None], objective, p
+                logits, label_R[rows, None], soft_weight, p
             )
             gradient_RD[rows] = gradient.to(head_VD.dtype) @ head_VD
         ctx.save_for_backward(gradient_RD)
@@ -166,7 +134,7 @@ def _target_distribution(
 
 
 def _chunk(
-    logits: Tensor, label: Tensor, objective: Objective, p: Tensor | None
+    logits: Tensor, label: Tensor, soft: float, p: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the losses, q of the labels, whether these are on top, and the gradients at the
     logits, from logits f32[C, V], labels i64[C, 1] and p f32[C, V]."""
@@ -175,42 +143,21 @@ def _chunk(
     log_z = top - q.amax(-1, keepdim=True).log()  # three times as fast as logsumexp
     of_label = logits.gather(1, label)
     label_q, is_top = (of_label - log_z).exp(), of_label == top
-    soft, share = objective.soft_weight, objective.cross_entropy_share
-    loss = share * (1 - soft) * (log_z - of_label)
-    overlap_gradient = None
-    if objective.loss != "ce":
+    loss = (1 - soft) * (log_z - of_label)
+    gradient = q
+    if soft:
         assert p is not None
-        overlap_loss, overlap_gradient = _overlap(q, p, objective)
-        loss += overlap_loss
-    gradient = q if share == 1 else q.mul_(share)
-    if share * soft:
-        assert p is not None
-        loss += share * soft * (log_z - logits.mul_(p).sum(-1, keepdim=True))
-        gradient.sub_(p, alpha=share * soft)
-    gradient.scatter_add_(1, label, torch.full_like(log_z, share * (soft - 1)))
-    if overlap_gradient is not None:
-        gradient += overlap_gradient
+        loss += soft * (log_z - logits.mul_(p).sum(-1, keepdim=True))
+        gradient.sub_(p, alpha=soft)
+    gradient.scatter_add_(1, label, torch.full_like(log_z, soft - 1))
     return loss[:, 0], label_q[:, 0], is_top[:, 0], gradient
-
-
-def _overlap(q: Tensor, p: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Returns the part of losses "tv" and "lk" that reads Σ min(p, q), f32[C, 1], and its gradient
-    at the logits, f32[C, V]."""
-    accepted = torch.minimum(p, q).sum(-1, keepdim=True)
-    is_below = q < p
-    below = torch.where(is_below, q, 0).sum(-1, keepdim=True)
-    gradient = torch.where(is_below, below - 1, below).mul_(q)
-    if objective.loss == "tv":
-        return objective.tv_weight * (1 - accepted), gradient.mul_(objective.tv_weight)
-    accepted = accepted.clamp(min=torch.finfo(accepted.dtype).tiny)
-    return -accepted.log(), gradient.div_(accepted)
 
 
 def head_losses(
     hidden_RD: Tensor,
     head_VD: Tensor,
     label_R: Tensor,
-    objective: Objective,
+    soft_weight: float = 0.0,
     target_ND: Tensor | None = None,
     target_index_R: Tensor | None = None,
     shortlist: Shortlist | None = None,
@@ -222,14 +169,13 @@ def head_losses(
     and the p of row r is softmax(target · headᵀ) of position target_index_R[r], i64. Rows of one
     position should be neighbours, because p is made once for them. With a `shortlist`, which has
     all labels, q and p are estimated over its tokens, and "on top" means above all others of it.
-    Raises UserError if the objective needs the target and there is none.
+    Raises UserError on a soft_weight without the target.
     """
-    if not objective.needs_target:
+    if not soft_weight:
         target_ND = target_index_R = None
     elif target_ND is None or target_index_R is None:
         raise UserError(
-            f"got loss {objective.loss!r} with soft_weight {objective.soft_weight} without the "
-            "target's features, expected features: losses tv and lk and soft labels need them"
+            f"got soft_weight {soft_weight} without the target's features, expected features"
         )
     log_weight_S = None
     if shortlist is not None:
@@ -238,7 +184,7 @@ def head_losses(
     head_VD = head_VD.to(hidden_RD.dtype)
     return HeadLosses(
         *_HeadLosses.apply(
-            hidden_RD, head_VD, label_R, objective, target_ND, target_index_R, log_weight_S
+            hidden_RD, head_VD, label_R, soft_weight, target_ND, target_index_R, log_weight_S
         )
     )
 
@@ -264,8 +210,7 @@ def head_cross_entropy(
     label. `shortlist` is `head_losses`'. Raises UserError on a soft_weight without teacher_RD.
     """
     index_R = torch.arange(len(hidden_RD), device=hidden_RD.device)
-    objective = Objective(soft_weight=soft_weight)
-    losses = head_losses(hidden_RD, head_VD, label_R, objective, teacher_RD, index_R, shortlist)
+    losses = head_losses(hidden_RD, head_VD, label_R, soft_weight, teacher_RD, index_R, shortlist)
     return (losses.loss_R * weight_R.detach()).sum(), losses.is_top_R
 
 

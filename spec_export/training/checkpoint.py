@@ -398,7 +398,7 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
         )
     return SavedDrafter(
         name=header.name,
-        config=_without_removed_options(header.name, header.config, folder),
+        config=header.config,
         state={
             key: tensor.float() if tensor.is_floating_point() else tensor
             for key, tensor in tensors.items()
@@ -408,22 +408,6 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
         path=folder,
         bigrams=bigrams or None,
     )
-
-
-def _without_removed_options(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a drafter's config without the options of the Markov bias, which one-pass drafters of
-    older versions had.
-
-    Raises UserError for a drafter that was trained with such a bias.
-    """
-    if name == "dflash":  # whose Markov head is its own
-        return config
-    if config.get("markov_rank"):
-        raise UserError(
-            f"{folder}: got a drafter with markov_rank {config['markov_rank']!r:.20}, expected one "
-            "without: train it again; a table of bigrams took the bias's place"
-        )
-    return {key: value for key, value in config.items() if not key.startswith("markov_")}
 
 
 # ---- tensors ----

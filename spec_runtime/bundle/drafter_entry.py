@@ -39,8 +39,6 @@ class KnownConfig:
     taps: tuple[_Id, ...] = ()  # of bundles without `features`
     inputs: _Text | None = None
     mask_feature: _Text | None = None
-    mask_reads_token: bool = False
-    markov_rank: _Id = 0
     parameters: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
 
 

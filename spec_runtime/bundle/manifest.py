@@ -220,8 +220,7 @@ class DrafterInfo:
     and of that of a drafter that guesses in one pass:
 
     - "num_guesses": rows of its output `guess_ids`; "num_masks", mask rows of a run;
-      "mask_token_base" V, where mask k has the input id V + k - 1;
-    - "mask_reads_token": mask k has the id k * V + the root's token instead.
+      "mask_token_base" V, where mask k has the input id V + k - 1.
 
     If its graph has the output `pair_log_probs` f32[K-1, C, C], entry [k, p, c] is the
     log-probability of candidate c of guess k + 1 after candidate p of guess k. Candidates keep the

@@ -106,7 +106,7 @@ def _message(error: BaseException) -> str | None:
 
 def _usage(error: typer.BadParameter) -> str:
     """Returns typer's message about a wrong command line, and where the right one is explained."""
-    message = error.format_message().rstrip(".")
+    message = error.format_message().replace("Value error, ", "").rstrip(".")
     return message if error.ctx is None else f"{message}; see {error.ctx.command_path} --help"
 
 

@@ -4,26 +4,19 @@ A shell's script calls the command again, with the line typed so far in the envi
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import typer
 import typer.completion
 
-
-class Shell(StrEnum):
-    """The shells that are completed."""
-
-    bash = "bash"
-    zsh = "zsh"
-    fish = "fish"
+Shell = Literal["bash", "zsh", "fish"]
 
 
 def script(program: str, shell: Shell) -> str:
     """Returns the script that a shell has to read to complete the command lines of `program`."""
     return str(
         typer.completion.get_completion_script(
-            prog_name=program, complete_var=_variable(program), shell=shell.value
+            prog_name=program, complete_var=_variable(program), shell=shell
         )
     )
 

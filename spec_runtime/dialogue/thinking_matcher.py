@@ -27,18 +27,15 @@ class AnyText:
         self._allowed_V = np.ones(num_logits, np.bool_)
 
     def advance(self, token: int) -> bool:
-        """See Matcher.advance."""
         return True
 
     def retreat(self, num_tokens: int) -> None:
         """See Matcher.retreat."""
 
     def allowed(self) -> np.ndarray:
-        """See Matcher.allowed."""
         return self._allowed_V
 
     def forced(self, most: int) -> list[int]:
-        """See Matcher.forced."""
         return []
 
 
@@ -64,7 +61,6 @@ class ThinkingMatcher:
         self._num_inside = 0  # tokens that the other matcher has read
 
     def advance(self, token: int) -> bool:
-        """See Matcher.advance."""
         if self._is_thinking:
             due = self._due
             is_read = token == due[0] if due else token not in self._eos
@@ -80,7 +76,6 @@ class ThinkingMatcher:
         return is_read
 
     def retreat(self, num_tokens: int) -> None:
-        """See Matcher.retreat."""
         num_inside = min(num_tokens, self._num_inside)
         if num_inside:
             self._matcher.retreat(num_inside)
@@ -88,7 +83,6 @@ class ThinkingMatcher:
         del self._before[len(self._before) - (num_tokens - num_inside) :]
 
     def allowed(self) -> np.ndarray:
-        """See Matcher.allowed."""
         if self._is_thinking:
             due = self._due
             allowed_V = np.full(self._num_logits, not due)
@@ -103,7 +97,6 @@ class ThinkingMatcher:
         return allowed_V
 
     def forced(self, most: int) -> list[int]:
-        """See Matcher.forced."""
         if self._is_thinking:
             return self._due[:most]
         is_certain = not self._extra

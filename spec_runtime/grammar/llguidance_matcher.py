@@ -218,7 +218,6 @@ class LlguidanceMatcher:
         self._is_ended = False  # EOS was read; the library itself is not told of it
 
     def advance(self, token: int) -> bool:
-        """See Matcher.advance."""
         self._require_time()
         if self._is_ended:
             return False
@@ -234,7 +233,6 @@ class LlguidanceMatcher:
         return is_read
 
     def retreat(self, num_tokens: int) -> None:
-        """See Matcher.retreat."""
         if num_tokens and self._is_ended:
             self._is_ended = False
             num_tokens -= 1
@@ -243,7 +241,6 @@ class LlguidanceMatcher:
             self._require_health()
 
     def allowed(self) -> np.ndarray:
-        """See Matcher.allowed."""
         self._require_time()
         word_W = self._word_W
         self._matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)

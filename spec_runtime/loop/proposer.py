@@ -78,7 +78,6 @@ class WithRuns:
         """See Proposer.drafting."""
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        """See Proposer.propose."""
         return run_at_once(self.drafting(token, budget))
 
 
@@ -92,7 +91,6 @@ class WithoutRuns:
         """See Proposer.propose."""
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
-        """See Proposer.drafting."""
         yield from ()
         return self.propose(token, budget)
 

@@ -56,6 +56,5 @@ class DraftModelProposer(RowsProposer):
         return grow_with(levels, self._expand)
 
     def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
-        """See base.grow_with."""
         result = yield from self._rows.run_level(("guess_ids", "guess_log_probs"), nodes, first)
         return result["guess_ids"], result["guess_log_probs"]

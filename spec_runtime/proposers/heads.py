@@ -33,8 +33,7 @@ class OnePassProposer(RowsProposer):
     the last row gives all the guesses.
 
     has_pairs: the graph says how likely each candidate is after each candidate of the guess before
-    it (`pair_log_probs`). mask_reads_token: d is added to each of `mask_ids`, which are then
-    multiples of the vocabulary's size.
+    it (`pair_log_probs`).
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class OnePassProposer(RowsProposer):
         rows: DrafterRows | LastFeature,
         mask_ids: Sequence[int] = (),
         has_pairs: bool = False,
-        mask_reads_token: bool = False,
     ) -> None:
         super().__init__(rows)
         self._mask_ids = np.array(mask_ids, np.int64)
         self._has_pairs = has_pairs
-        self._mask_reads_token = mask_reads_token
 
     @classmethod
     def open(
@@ -76,9 +73,8 @@ class OnePassProposer(RowsProposer):
             first_token=info.config.get("first_token", 1),
             repeat_feature=info.config.get("mask_feature") == "anchor",
         )
-        base, reads_token = info.config["mask_token_base"], info.config.get("mask_reads_token")
-        mask_ids = mask_input_ids(base, num_masks, bool(reads_token))
-        return cls(rows, mask_ids, read_pairs(info), bool(reads_token))
+        base = info.config["mask_token_base"]
+        return cls(rows, range(base, base + num_masks), read_pairs(info))
 
     def drafting(self, token: int, budget: Budget) -> Drafting:
         self._rows.add(token)
@@ -88,16 +84,9 @@ class OnePassProposer(RowsProposer):
         if isinstance(self._rows, LastFeature):
             results = yield from self._rows.run(outputs)
         else:
-            added = token if self._mask_reads_token else 0
-            results = yield from self._rows.run(outputs, self._mask_ids + added)
+            results = yield from self._rows.run(outputs, self._mask_ids)
         guesses = Guesses(results["guess_ids"], results["guess_log_probs"], results.get(PAIRS))
         return grow(token, guesses, budget)
-
-
-def mask_input_ids(base: int, num_masks: int, mask_reads_token: bool) -> list[int]:
-    """Returns the input ids of the masks 1 … K: base, base + 1, …; if they read the root's token,
-    base, 2 · base, …, to which it is added."""
-    return [k * base if mask_reads_token else base + k - 1 for k in range(1, num_masks + 1)]
 
 
 def read_pairs(info: DrafterInfo, free_rows: int | None = None) -> bool:

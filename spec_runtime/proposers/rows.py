@@ -67,7 +67,6 @@ class LastFeature:
             self._feature_1F = features_PF[-1:].copy()  # a view would hold the whole prompt
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        """See Proposer.start."""
         self.take(features_TF)
 
     def add(self, token: int) -> None:

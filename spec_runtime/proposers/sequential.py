@@ -89,7 +89,6 @@ class SequentialProposer(RowsProposer):
         return (yield from grow_with(levels, self._expand))
 
     def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
-        """See base.grow_with."""
         # row 0 is the root's parent, so node i's own state is row i + 1
         rows = [parent + 1 for parent in nodes.parents[first:]] if first else [0]
         feeds = {

@@ -60,7 +60,6 @@ class SkipLayerProposer(WithRuns, StatelessProposer):
         return grow_with(levels, self._expand)
 
     def _expand(self, nodes: TreeBuilder, first: int) -> Expanding:
-        """See base.grow_with."""
         token_N = np.array(nodes.tokens[first:], np.int64)
         feeds = self._cache.place(np.array(nodes.parents, np.int64), first)
         feeds["input_ids"] = token_N[None]

@@ -21,7 +21,6 @@ from spec_runtime.serve.service import Service
 from spec_runtime.serve.streams import unless_gone
 from spec_runtime.serve.threads import Threads
 
-PLAIN = "none"  # the drafter that every engine has
 ANY = "*"  # the alias that stands for all other names
 LENT = "specsplit.lent"  # the key of a request's scope that holds the services lent to it
 
@@ -239,21 +238,6 @@ class Models:
         for _, opened in self._open_ones():
             await opened.service.close()
         await self.reading.close()
-
-
-def models_of(service: Service) -> Models:
-    """Returns the models of a server that has one bundle, which is open."""
-    settings, engine = service.settings, service.engine
-    model = Model(
-        settings.name,
-        lambda: service,
-        engine.target.max_length,
-        tuple(dict.fromkeys([*engine.drafters, PLAIN])),
-        settings.aliases,
-    )
-    models = Models([model], service.metrics, service.kept, timeout=settings.timeout)
-    models.add_open(service)
-    return models
 
 
 def not_opened(name: str) -> ApiError:

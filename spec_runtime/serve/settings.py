@@ -49,16 +49,15 @@ class ServerLimits(Checked):
 class Settings(ServerLimits):
     """Holds what the app needs to know in addition to its models.
 
-    `name` is the model's id, and `aliases` are further ones. A request asks for at most
-    `max_choices` answers. Clients have to send `api_key`, if there is one. `hosts` are the names by
-    which requests may address the server, of which a port is left out; None allows all. Scripts of
-    the sites `cors_origins` may read answers, "*" of all. `template_kwargs` are variables of chat
-    templates that hold where a request does not set them. Raises UserError for an empty key, for a
-    host that is neither a name nor an address, and for an origin that is none.
+    `name` is the model's id. A request asks for at most `max_choices` answers. Clients have to send
+    `api_key`, if there is one. `hosts` are the names by which requests may address the server, of
+    which a port is left out; None allows all. Scripts of the sites `cors_origins` may read answers,
+    "*" of all. `template_kwargs` are variables of chat templates that hold where a request does not
+    set them. Raises UserError for an empty key, for a host that is neither a name nor an address,
+    and for an origin that is none.
     """
 
     name: str
-    aliases: tuple[str, ...] = ()
     max_choices: int = 8
     api_key: str | None = None
     hosts: tuple[str, ...] | None = None

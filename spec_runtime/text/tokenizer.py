@@ -130,15 +130,12 @@ class Tokenizer:
             return list(found[0].ids)
 
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
-        """See Codec.marked."""
         return self._controls.marked(value, by_assistant)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Codec.decode."""
         return self._decoded(ids, skip_special_tokens=True)
 
     def spelled(self, ids: Sequence[int]) -> str:
-        """See Codec.spelled."""
         return self._decoded(ids, skip_special_tokens=False)
 
     def _decoded(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -149,18 +146,15 @@ class Tokenizer:
     def matcher(
         self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
     ) -> Matcher:
-        """See Codec.matcher."""
         return self.open_compiler(num_logits).matcher(grammar, interruption)
 
     def open_compiler(self, num_logits: int) -> GrammarCompiler:
-        """See Codec.open_compiler."""
         with self._compiler_lock:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)
         return self._compiler
 
     def close(self) -> None:
-        """See Codec.close."""
         if self._compiler is not None:
             self._compiler.close()
 

@@ -30,8 +30,7 @@ summary { cursor: pointer; padding: .25rem 0 }
 :focus-visible { outline: 3px solid var(--here); outline-offset: 1px }
 .step { border: 1px solid var(--line); border-radius: .5rem; padding: .75rem; margin: .5rem 0 }
 .js .step { display: none } .js .step.here { display: block }
-.tree { overflow-x: auto; margin-top: .5rem } .tree svg, .bar { display: block }
-.bar { width: 100%; height: 1rem; border-radius: .25rem; margin: .5rem 0 .25rem }
+.bar { display: block; width: 100%; height: 1rem; border-radius: .25rem; margin: .5rem 0 .25rem }
 .keys { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: 0; padding: 0; list-style: none }
 .keys i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem;
   margin-right: .35rem; vertical-align: -.05rem }
@@ -42,17 +41,30 @@ summary { cursor: pointer; padding: .25rem 0 }
 .prefill { background: var(--prefill); fill: var(--prefill) }
 .k-root { background: var(--root) } .k-accepted { background: var(--accepted) }
 .k-refused { border: 1px solid var(--quiet) } .k-bonus { border: 2px dashed var(--bonus) }
-.node text { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  fill: var(--quiet) }
-.node rect { fill: var(--page); stroke: var(--line) }
-.root rect { fill: var(--root); stroke: var(--root) } .root text { fill: var(--on-root) }
-.accepted rect { fill: var(--accepted); stroke: var(--accepted) }
-.accepted text { fill: var(--on-accepted) }
-.bonus rect { stroke: var(--bonus); stroke-width: 2; stroke-dasharray: 5 3 }
-.bonus text { fill: var(--bonus) }
-.edge { fill: none; stroke: var(--line); stroke-width: 1.5 }
-.edge.accepted { stroke: var(--accepted); stroke-width: 3 }
-.edge.bonus { stroke: var(--bonus); stroke-width: 2; stroke-dasharray: 5 3 }
+.tree { overflow-x: auto; margin-top: .5rem; font-size: .8rem }
+.tree ul { list-style: none; margin: 0; padding: 0;
+  font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace }
+.node > span { display: inline-block; height: 1.7rem; line-height: 1.55rem; padding: 0 .45rem;
+  margin-bottom: .3rem; white-space: pre; border: 1px solid var(--line); border-radius: .35rem;
+  color: var(--quiet) }
+.root > span { background: var(--root); border-color: var(--root); color: var(--on-root) }
+.accepted > span { background: var(--accepted); border-color: var(--accepted);
+  color: var(--on-accepted) }
+.bonus > span { border: 2px dashed var(--bonus); color: var(--bonus) }
+/* A chain reads on like text, from arrow to arrow; branches stand below it, where ::before goes
+   from the parent to a node and ::after along the siblings. */
+.tree ul, .node:only-child { display: inline }
+.node { position: relative }
+.node .node:not(:only-child) { padding-left: 1.1rem }
+.node .node::before { content: ""; position: absolute; top: .8rem; left: .4rem; width: .7rem;
+  border-top: 2px solid var(--line) }
+.node .node:only-child::before { content: "\\2192"; position: static; padding: 0 .3rem; border: 0;
+  color: var(--quiet) }
+.node .node:not(:only-child)::after { content: ""; position: absolute; top: -.3rem; bottom: 0;
+  left: .4rem; border-left: 2px solid var(--line) }
+.node .node:last-child::after { bottom: auto; height: 1.1rem }
+.node.accepted:not(:only-child)::before { border-top: 3px solid var(--accepted) }
+.node.bonus:not(:only-child)::before { border-top: 2px dashed var(--bonus) }
 @media (max-width: 30rem) { body { padding: .6rem } .controls .ends { display: none } }
 """
 

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from spec_runtime.loop.stats import PHASES
 from spec_runtime.trace.assets import SCRIPT, STYLE
 from spec_runtime.trace.record import Trace, TracedStep
-from spec_runtime.trees import drawing
+from spec_runtime.trees.drawing import accepted_nodes
 
-TREE_TOP = 36  # pixels above the tree, where a drawing of its own has a title
-LONGEST_LABEL = 60  # characters of a tree's description, which screen readers say
 SHOWN = {"prefill": "prompt", "draft": "draft", "verify": "verify", "accept": "accept"}
 REST = "rest"  # commit and other
 
@@ -115,21 +113,19 @@ def _section(number: int, step: TracedStep) -> str:
 
 
 def _tree(step: TracedStep) -> str:
+    """Returns a step's tree as lists in each other. What was accepted, or the bonus, comes first
+    among the children of a node."""
     assert step.tree is not None, step
-    drawn = drawing.accepted_tree(step.tree, step.path, step.node_texts, step.bonus_text)
-    height = drawn.bottom + drawing.BOX_ROW / 2 - TREE_TOP
-    accepted = " ".join(step.node_texts[node] for node in step.path[1:])
-    label = f"Tree of {step.tree.num_nodes - 1} nodes; accepted: {accepted or 'none'}"
-    return (
-        '<div class="tree" tabindex="0" role="region" aria-label="Tree">'
-        f'<svg width="{drawn.right:.0f}" height="{height:.0f}" viewBox="0 {TREE_TOP} '
-        f'{drawn.right:.0f} {height:.0f}" role="img" aria-label="{_escaped(_brief(label))}">'
-        f"{''.join(drawn.elements)}</svg></div>\n"
-    )
-
-
-def _brief(text: str) -> str:
-    return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\u2026"
+    nodes = accepted_nodes(step.tree, step.path, step.node_texts, step.bonus_text)
+    kept, refused = [""] * len(nodes), [""] * len(nodes)  # of each node's children
+    item = ""
+    for node, (parent, kind, text) in reversed([*enumerate(nodes)]):  # children before parents
+        children = kept[node] + refused[node]
+        below = f"<ul>{children}</ul>" if children else ""
+        item = f'<li class="node {kind}"><span>{_escaped(text)}</span>{below}</li>'
+        beside = refused if kind == "refused" else kept
+        beside[parent] = item + beside[parent]
+    return f'<div class="tree" tabindex="0" role="region" aria-label="Tree"><ul>{item}</ul></div>\n'
 
 
 def _phases(timings: Mapping[str, float]) -> dict[str, float]:

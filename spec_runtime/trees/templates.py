@@ -80,24 +80,9 @@ def searched(accuracy: Accuracy, num_nodes: int) -> tuple[RankPath, ...]:
     return tuple(tuple(tree.token_N[tree.path(node)[1:]].tolist()) for node in nodes)
 
 
-def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, float]:
-    """Returns the product of the accuracies along each path.
-
-    Raises UserError if a node lies deeper, or has a higher rank, than the accuracies reach.
-    """
-    depth = max((len(path) for path in paths), default=0)
-    width = 1 + max((max(path) for path in paths), default=-1)
-    if depth > len(accuracy) or width > len(accuracy[0]):
-        raise UserError(
-            f"got a tree of {depth} levels and {width} candidates, expected at most "
-            f"{len(accuracy)} and {len(accuracy[0])}, as calibrated"
-        )
-    return {path: math.prod(accuracy[k][r] for k, r in enumerate(path)) for path in paths}
-
-
 def expected_accepted_length(paths: Sequence[RankPath], accuracy: Accuracy) -> float:
     """Returns the committed tokens per verify step, bonus included, by the formula above."""
-    return 1 + sum(path_probabilities(paths, accuracy).values())
+    return 1 + sum(math.prod(accuracy[k][r] for k, r in enumerate(path)) for path in paths)
 
 
 def parse_tree(

@@ -43,7 +43,7 @@ PLUS_PLUS: dict[str, Any] = {"prefix_layer": True, "num_layers": 4, "soft_weight
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "amphista": {
         "full": {},
-        "alpha, feed-forward, tap": {"attention_layers": 2, "feed_forward": True, "taps": (1,)},
+        "alpha, tap": {"attention_layers": 2, "taps": (1,)},
         "own heads, odd number": {"heads": "own", "num_heads": 3},
         "no auto-embedding": {"auto_embedding": False},
         "no position table": {"position_table": False},
@@ -54,10 +54,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "hydra": {
         "hydra": {},
         "hydra++": PLUS_PLUS | {"num_guesses": 3},
-        "one head, no layer": {"num_guesses": 1, "num_layers": 0},
+        "one head": {"num_guesses": 1},
         "mixed labels": {"num_guesses": 2, "num_layers": 2, "soft_weight": 0.3},
-        "the authors' first block": {"first_block": "residual", "num_guesses": 3},
-        "the authors' hydra++": PLUS_PLUS | {"first_block": "residual", "num_guesses": 2},
     },
     "redrafter": {
         "default": {},

@@ -124,8 +124,6 @@ def guesses_by_chunk(
         if form == "stateless":
             yield t, backend.run({"features": feature_TF[t : t + 1]}, outputs)
             continue
-        if getattr(config, "mask_reads_token", False):
-            mask_ids = np.arange(1, K + 1) * VOCAB + token_T[t + 1]
         more = {}
         if getattr(config, "inputs", None) != "tokens":
             of_masks = feature_TF[[t] * K]

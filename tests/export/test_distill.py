@@ -630,13 +630,8 @@ def test_temperatures_share_the_rows(model: str, tmp_path: Path, turns: int) -> 
 
 
 def test_a_file_of_one_turn_does_not_go_on_with_two(model: str, tmp_path: Path) -> None:
-    """A sidecar of an older version names no turns."""
     out = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=2)).out
     assert "temperature" not in read(out)[0]  # a wholly greedy run's rows are as they were
-    sidecar = tmp_path / "out.jsonl.state.json"
-    state = json.loads(sidecar.read_text())
-    del state["settings"]["turns"]
-    sidecar.write_text(json.dumps(state))
     with pytest.raises(UserError, match="turns was 1, got 2"):
         distill.run(config(model, out, turns=2))
     assert distill.run(config(model, out, num_prompts=3)).rows == 3

@@ -60,11 +60,7 @@ def count(model: ir.Model, *kinds: str) -> int:
 
 AMPHISTA: dict[str, tuple[dict[str, Any], int, int]] = {  # options, caches, products of attention
     "full": ({}, 4, 1),
-    "own heads": (
-        {"attention_layers": 2, "feed_forward": True, "taps": (1,), "heads": "own", "num_heads": 3},
-        4,
-        2,
-    ),
+    "own heads": ({"attention_layers": 2, "taps": (1,), "heads": "own", "num_heads": 3}, 4, 2),
     "one stage": ({"staged": "one", "sampled_token": False, "position_table": False}, 2, 1),
     "no stage": ({"staged": "none"}, 0, 1),
     "no auto-embedding": ({"staged": "none", "auto_embedding": False}, 0, 0),
@@ -107,8 +103,8 @@ def test_medusa(options: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "has_bigrams"),
     [
-        ({"mask_reads_token": True, "mask_feature": "anchor", "taps": (1,), "layers": 2}, True),
-        ({"mask_reads_token": True, "inputs": "tokens", "num_masks": 2}, False),
+        ({"mask_feature": "anchor", "taps": (1,), "layers": 2}, True),
+        ({"inputs": "tokens", "num_masks": 2}, False),
         ({"style": "eagle", "num_masks": 3, "taps": (1,)}, True),
         ({"num_masks": 0}, False),
     ],
@@ -137,8 +133,8 @@ def test_parallelspec(options: dict[str, Any], has_bigrams: bool, tmp_path: Path
     ("name", "options"),
     [
         ("hydra", {}),
-        ("hydra", {"num_guesses": 1, "num_layers": 0}),
-        ("hydra", PLUS_PLUS | {"first_block": "residual", "num_guesses": 2}),
+        ("hydra", {"num_guesses": 1}),
+        ("hydra", PLUS_PLUS | {"num_guesses": 2}),
         ("redrafter", {}),
         ("redrafter", {"num_guesses": 2, "num_layers": 0}),
         ("redrafter", {"width": "both", "head": "own", "num_guesses": 3}),

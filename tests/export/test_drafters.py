@@ -80,7 +80,7 @@ def test_a_batch_without_labels_moves_nothing(name: str, options: dict[str, Any]
         assert not parameter.grad.any()
 
 
-NO_STAGE: dict[str, Any] = {"staged": "none", "feed_forward": True, "attention_layers": 2}
+NO_STAGE: dict[str, Any] = {"staged": "none", "attention_layers": 2}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,6 @@ NO_STAGE: dict[str, Any] = {"staged": "none", "feed_forward": True, "attention_l
         ("amphista", NO_STAGE | {"heads": "own"}),
         ("hydra", {}),
         ("hydra", PLUS_PLUS),
-        ("hydra", PLUS_PLUS | {"first_block": "residual"}),
         *(("redrafter", options) for options in VARIANTS["redrafter"].values()),
     ],
 )
@@ -132,10 +131,6 @@ AMPHISTA: list[tuple[dict[str, Any], set[str]]] = [
     ({"staged": "none"}, WHOLE - STAGE),
     ({"sampled_token": False}, WHOLE - {"mixers.0.norms.1", "mixers.1.norms.1"}),
     ({"attention_layers": 2}, WHOLE | {name.replace("0", "1") for name in MUTUAL}),
-    (
-        {"feed_forward": True},
-        WHOLE | {f"attention.0.{name}" for name in ("mlp_norm", "gate_up", "down")},
-    ),
     ({"heads": "own"}, WHOLE | {f"output_heads.{k}" for k in range(4)}),
 ]
 EAGLE = {"fc", "fc_bias", *(f"layers.0.{name}" for name in LAYER)}
@@ -165,7 +160,7 @@ EAGLE = {"fc", "fc_bias", *(f"layers.0.{name}" for name in LAYER)}
         ),
         (
             "hydra",
-            {"num_guesses": 1, "num_layers": 1, "prefix_layer": True},
+            {"num_guesses": 1, "num_layers": 2, "prefix_layer": True},
             {
                 *("heads.0.first", "heads.0.layers.0", "heads.0.norm"),
                 *(f"prefix.{name}" for name in LAYER),
@@ -206,7 +201,7 @@ TREES = {"num_guesses": 6, "max_width": 2, "top_k": 7}
         ),
         (
             "parallelspec",
-            {"taps": (1,), "num_masks": 3, "top_k": 7, "mask_reads_token": True},
+            {"taps": (1,), "num_masks": 3, "top_k": 7},
             {
                 "inputs": "features+tokens",
                 "mask_feature": "zero",
@@ -215,7 +210,6 @@ TREES = {"num_guesses": 6, "max_width": 2, "top_k": 7}
                 "mask_token_base": VOCAB,
                 "style": "medusa",
                 "top_k": 7,
-                "mask_reads_token": True,
             },
         ),
         ("skip_layer", TREES, TREES | {"layers": 1, "head": "trained"}),
@@ -228,14 +222,14 @@ def test_what_the_proposer_is_told(name: str, options: Any, told: dict[str, Any]
 # Whole numbers whose least value is not 1; floats without bounds, at most 1, more than 0.
 LEAST = {
     **{"dflash.block_size": 2, "dflash.conv_size": 0},
-    **{"dflash.markov_rank": 0, "dflash.mask_token_id": 0, "hydra.num_layers": 0},
+    **{"dflash.markov_rank": 0, "dflash.mask_token_id": 0},
     **{"pard.mask_token_id": 0, "pard.num_masks": 0, "parallelspec.num_masks": 0},
     **{"peagle.mask_token_id": 0, "peagle.num_masks": 0, "redrafter.num_layers": 0},
     "semi_autoregressive.layers": 0,
 }
 UNBOUND = ("decay", "w_reg", "w_cls")
-SHARES = ("soft_weight", "tv_weight", "depth_keep", "anchor_fraction")
-POSITIVE = ("alpha_rate", "depth_keep", "pard.anchor_fraction", "parallelspec.anchor_fraction")
+SHARES = ("soft_weight", "anchor_fraction")
+POSITIVE = ("alpha_rate", "pard.anchor_fraction", "parallelspec.anchor_fraction")
 READS_TAPS = ("amphista", "dflash", "eagle3", "parallelspec", "peagle")
 
 
@@ -283,7 +277,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"sliding_layers": (0,)}, r"got sliding_layers \[0\] and no window, expected its"),
     ("eagle3", {"sliding_layers": (1,), "window": 9}, r"got sliding_layers \[1\], expected some"),
     ("eagle3", {"num_kv_heads": 3}, "got 4 heads over 3 key/value heads"),
-    ("hydra", {"num_layers": 0, "first_block": "residual"}, "got num_layers 0, expected 1 or more"),
     (
         "pard",
         {"model": SMALL_MODEL | {"model_type": "gpt2"}},

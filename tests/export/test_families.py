@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -212,26 +212,28 @@ def switches(layer: Any) -> set[tuple[str, str, str]]:
 def side_by_side() -> SideBySide:
     """Returns layers that together have every switch of all cases, behind a scaled embedding and
     before scaled, capped logits."""
+    backbones = {case: backbone_of(model_of(case)) for case in CASES}
+    left: dict[tuple[str, int], set[tuple[str, str, str]]] = {
+        (case, i): switches(layer)
+        for case, backbone in backbones.items()
+        for i, layer in enumerate(backbone.layers)
+    }
     cases: list[str] = []
     layers: list[Any] = []
     kinds: list[LayerKind] = []
     tables: dict[str, Any] = {}
-    seen: set[tuple[str, ...]] = set()
-    for case in CASES:
-        backbone = backbone_of(model_of(case))
-        own = {"": (backbone.cos, backbone.sin)} | backbone.tables()
-        each: Any
-        for kind, each in zip(backbone.config.kinds, backbone.layers, strict=True):
-            shown = switches(each)
-            if shown <= seen:
-                continue
-            seen |= shown
-            if kind.rope is not None:
-                each.attention.rope = str(len(layers))
-                tables[each.attention.rope] = own[kind.rope]
-            cases.append(case)
-            layers.append(each)
-            kinds.append(kind)
+    while any(left.values()):  # the layer with the most switches that none has yet
+        case, i = max(left, key=lambda place: len(left[place]))
+        shown, backbone = left[case, i], backbones[case]
+        left = {place: others - shown for place, others in left.items()}
+        kind, each = backbone.config.kinds[i], cast(Any, backbone.layers[i])
+        if kind.rope is not None:
+            own = {"": (backbone.cos, backbone.sin)} | backbone.tables()
+            each.attention.rope = str(len(layers))
+            tables[each.attention.rope] = own[kind.rope]
+        cases.append(case)
+        layers.append(each)
+        kinds.append(kind)
     first = backbone_of(model_of("ministral3"))
     config = replace(
         first.config, num_layers=len(layers), layers=tuple(kinds), taps=tuple(range(len(layers)))

@@ -69,11 +69,7 @@ def mutual_attention(drafter: Any, layer: Any, x_KD: Tensor) -> Tensor:
     for head in range(H):
         part = slice(head * Dh, (head + 1) * Dh)
         mixed.append(torch.softmax(q[:, part] @ k[:, part].T * Dh**-0.5, -1) @ v[:, part])
-    x_KD = x_KD + torch.cat(mixed, -1) @ layer.out
-    if drafter.config.feed_forward:
-        gate, up = (rms(x_KD) * layer.mlp_norm @ layer.gate_up).chunk(2, -1)
-        x_KD = x_KD + (F.silu(gate) * up) @ layer.down
-    return x_KD
+    return x_KD + torch.cat(mixed, -1) @ layer.out
 
 
 def amphista_rows(drafter: Any, token_T: Tensor, feature_TF: Tensor) -> list[Tensor]:
@@ -143,12 +139,9 @@ def hydra(drafter: Any, feature_TD: Tensor, path: list[int]) -> Tensor:
     if drafter.config.prefix_layer:
         h = rms(decoder_layer(drafter, drafter.prefix, h, range(len(h))))
     chunks = torch.cat([h[-1], *(rms(drafter.embed_VD[token]) for token in path)])
-    head, is_residual = drafter.heads[len(path) - 1], drafter.config.first_block == "residual"
-    assert head.first.shape == ((len(path) + 1) * D, (1 + is_residual) * D)
-    z = chunks @ head.first[:, :D]
-    if is_residual:
-        z = z + F.silu(chunks @ head.first[:, D:])
-    assert len(head.layers) == drafter.config.num_layers - is_residual
+    head = drafter.heads[len(path) - 1]
+    z = chunks @ head.first[:, :D] + F.silu(chunks @ head.first[:, D:])
+    assert len(head.layers) == drafter.config.num_layers - 1
     for weight in head.layers:
         y = z @ weight
         z = z + y * torch.sigmoid(y)
@@ -327,47 +320,37 @@ def parallelspec(drafter: Any, batch: Batch) -> Reference:
     config, K = drafter.config, drafter.config.num_masks
     ids = drafter.draft_token_ids.tolist()
     tokens, answer = batch.token_BT[0].tolist(), batch.loss_BT[0].tolist()
-    weight = [1.0 if a else config.prompt_weight for a in answer]
     label = [ids.index(x) if x in ids else None for x in tokens]
     real, masks = drafter.hidden_rows(batch, torch.arange(len(tokens) - 1)[None])
     rows = drafter.output_rows(torch.cat((real[0, :, None], masks[0]), dim=1))  # [R, K+1, D]
     total, correct_K, count_K = torch.zeros(()), [0] * (K + 1), [0] * (K + 1)
     reach_R = [1.0] * len(tokens)
     for k in range(K + 1):
-        losses, weights, distances, all_weights = [], [], [], []
+        losses, distances = [], []
         for t in range(len(tokens) - 2 - k):
             own, first, decay = label[t + 2 + k], label[t + 2], config.decay**k
-            may_train = weight[t + 2] > 0 and (first is not None or config.style == "eagle")
+            may_train = answer[t + 2] and (first is not None or config.style == "eagle")
             reach, reach_R[t] = reach_R[t], 0.0
             lambda_k = reach if config.depth_weights == "reach" else decay
             if config.style == "eagle" and config.depth_weights == "decay":
                 lambda_k = 1.0
-            if not may_train or not weight[t + 2 + k]:
+            if not may_train or not answer[t + 2 + k]:
                 continue
             feature_D = features_of(batch)[0, t + 1 + k, :D]
-            distances.append(lambda_k * weight[t + 2 + k] * F.smooth_l1_loss(rows[t, k], feature_D))
-            all_weights.append(weight[t + 2 + k])
+            distances.append(lambda_k * F.smooth_l1_loss(rows[t, k], feature_D))
             if own is None:
                 continue
             log_q_V = torch.log_softmax(rows[t, k] @ drafter.head_VD.T, -1)
             p_V = torch.softmax(feature_D @ drafter.head_VD.T, -1)
             soft = config.soft_weight
             loss = -(1 - soft) * log_q_V[own] - soft * (p_V * log_q_V).sum()
-            if config.loss == "tv":
-                distance = (p_V - log_q_V.exp()).abs().sum() / 2
-                loss = config.tv_weight * distance + (1 - config.tv_weight) * loss
-            if config.loss == "lk":
-                loss = -torch.minimum(p_V, log_q_V.exp()).sum().log()
-            losses.append(lambda_k * weight[t + 2 + k] * loss)
-            weights.append(weight[t + 2 + k])
+            losses.append(lambda_k * loss)
             reach_R[t] = reach * log_q_V[own].exp().item()
-            if answer[t + 2 + k]:
-                correct_K[k] += int(log_q_V.argmax() == own)
-                count_K[k] += 1
-        part = torch.stack(losses).sum() / sum(weights)
+            correct_K[k] += int(log_q_V.argmax() == own)
+            count_K[k] += 1
+        part = torch.stack(losses).mean()
         if config.style == "eagle":
-            distance = torch.stack(distances).sum() / sum(all_weights)
-            part = config.w_cls * part + config.w_reg * distance
+            part = config.w_cls * part + config.w_reg * torch.stack(distances).mean()
         total = total + part
     return total, correct_K, count_K
 
@@ -423,12 +406,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             *({}, {"soft_weight": 0.5, "taps": (1,)}, {"inputs": "tokens", "decay": 0.5}),
             {"style": "eagle", "w_reg": 0.7, "w_cls": 0.2},
             {"style": "eagle", "soft_weight": 1.0, "num_masks": 0},
-            *({"loss": "tv", "soft_weight": 0.5}, {"loss": "lk", "mask_feature": "anchor"}),
-            {"loss": "tv", "tv_weight": 0.3, "style": "eagle"},
-            {"depth_weights": "reach", "num_masks": 3},
+            {"mask_feature": "anchor", "depth_weights": "reach", "num_masks": 3},
             {"depth_weights": "reach", "style": "eagle", "w_cls": 1.0},
-            *({"prompt_weight": 0.3, "soft_weight": 0.5}, {"prompt_weight": 1.5, "style": "eagle"}),
-            {"loss": "lk", "depth_weights": "reach", "prompt_weight": 0.5},
         )
     ],
     "peagle": [

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from spec_export.drafters import losses
 from spec_export.drafters.losses import (
-    Objective,
     Shortlist,
     draw_shortlist,
     feature_regression,
@@ -31,25 +30,13 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return torch.randn(R, D), torch.randn(V, D), label_R, weight_R, torch.randn(R, D)
 
 
-OBJECTIVES = {
-    "ce": Objective(soft_weight=0.4),
-    "tv": Objective("tv", tv_weight=1.0),
-    "tv, labels": Objective("tv", soft_weight=0.3, tv_weight=0.6),
-    "lk": Objective("lk", soft_weight=0.5),  # which reads no labels
-}
-
-
 def plain_losses(
-    hidden_RD: Tensor, head_VD: Tensor, label_R: Tensor, objective: Objective, target_RD: Tensor
+    hidden_RD: Tensor, head_VD: Tensor, label_R: Tensor, s: float, target_RD: Tensor
 ) -> Tensor:
-    """Each row's loss by the docstring of `Objective`, with [R, V] logits kept for autograd."""
+    """Each row's loss by the docstring of losses.py, with [R, V] logits kept for autograd."""
     log_q_RV = torch.log_softmax(hidden_RD @ head_VD.T, -1)
-    q_RV, p_RV = log_q_RV.exp(), torch.softmax(target_RD @ head_VD.T, -1)
-    if objective.loss == "lk":
-        return -torch.minimum(p_RV, q_RV).sum(-1).log()
-    s, w = objective.soft_weight, objective.tv_weight if objective.loss == "tv" else 0.0
-    ce_R = -(1 - s) * log_q_RV[range(len(label_R)), label_R] - s * (p_RV * log_q_RV).sum(-1)
-    return w * (p_RV - q_RV).abs().sum(-1) / 2 + (1 - w) * ce_R
+    p_RV = torch.softmax(target_RD @ head_VD.T, -1)
+    return -(1 - s) * log_q_RV[range(len(label_R)), label_R] - s * (p_RV * log_q_RV).sum(-1)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, R, 256])
@@ -63,8 +50,7 @@ def test_head_cross_entropy_is_the_plain_computation(
     ours, reference = (hidden_RD.clone().requires_grad_() for _ in range(2))
     loss, is_top_R = head_cross_entropy(ours, head_VD, label_R, weight_R, teacher_RD, soft_weight)
     (3 * loss).backward()  # a loss is weighed and divided on its way up
-    objective = Objective(soft_weight=soft_weight)
-    expected = plain_losses(reference, head_VD, label_R, objective, teacher_RD) @ weight_R
+    expected = plain_losses(reference, head_VD, label_R, soft_weight, teacher_RD) @ weight_R
     (3 * expected).backward()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -76,66 +62,23 @@ def test_head_cross_entropy_is_the_plain_computation(
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, 256])
-@pytest.mark.parametrize("name", OBJECTIVES)
 def test_losses_of_rows_are_the_plain_computation(
-    name: str, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+    chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of one target position, neighbours or not, learn the same distribution."""
     monkeypatch.setattr(losses, "CHUNK_ROWS", chunk_rows)
-    objective = OBJECTIVES[name]
     hidden_RD, head_VD, label_R, weight_R, target_RD = inputs()
     index_R = torch.tensor([0, 0, 0, 3, 3, 1, 7, 7, 7, 2, 3])
     ours, reference = (hidden_RD.clone().requires_grad_() for _ in range(2))
-    got = head_losses(ours, head_VD, label_R, objective, target_RD, index_R)
+    got = head_losses(ours, head_VD, label_R, 0.4, target_RD, index_R)
     (got.loss_R * weight_R).sum().backward()
-    expected_R = plain_losses(reference, head_VD, label_R, objective, target_RD[index_R])
+    expected_R = plain_losses(reference, head_VD, label_R, 0.4, target_RD[index_R])
     (expected_R * weight_R).sum().backward()
     torch.testing.assert_close(got.loss_R, expected_R, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-6)
     q_R = torch.softmax(hidden_RD @ head_VD.T, -1)[range(R), label_R]
     torch.testing.assert_close(got.label_probability_R, q_R, rtol=1e-5, atol=1e-7)
     assert not got.label_probability_R.requires_grad
-
-
-def test_the_overlap_is_the_acceptance_of_sampling() -> None:
-    """exp(−lk) and 1 − tv are how often speculative sampling accepts a token drawn from q."""
-    hidden_RD, head_VD, label_R, _, target_RD = inputs()
-    q_RV, p_RV = (torch.softmax(x @ head_VD.T, -1) for x in (hidden_RD, target_RD))
-    accepted_R = (q_RV * (p_RV / q_RV).clamp(max=1)).sum(-1)
-    index_R = torch.arange(R)
-    for objective, of_loss in (
-        (Objective("lk"), lambda loss_R: torch.exp(-loss_R)),
-        (Objective("tv", tv_weight=1.0), lambda loss_R: 1 - loss_R),
-    ):
-        got = head_losses(hidden_RD, head_VD, label_R, objective, target_RD, index_R)
-        torch.testing.assert_close(of_loss(got.loss_R), accepted_R)
-
-
-def test_far_from_the_target_lk_stays_finite() -> None:
-    """No token has a probability above 1e-38 in both."""
-    head_VD = torch.eye(3)
-    hidden_RD = torch.tensor([[300.0, 0.0, 0.0]], requires_grad=True)
-    target_ND = torch.tensor([[0.0, 300.0, 0.0]])
-    index_R = label_R = torch.tensor([0])
-    got = head_losses(hidden_RD, head_VD, label_R, Objective("lk"), target_ND, index_R)
-    got.loss_R.sum().backward()
-    assert got.loss_R.isfinite().all()
-    assert hidden_RD.grad is not None
-    assert hidden_RD.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["ce", "tv", "lk"])
-def test_what_reads_the_target_needs_it(name: str) -> None:
-    hidden_RD, head_VD, label_R, _, _ = inputs()
-    with pytest.raises(ValueError, match="without the target's features, expected features"):
-        head_losses(hidden_RD, head_VD, label_R, OBJECTIVES[name])
-
-
-def test_errors_of_an_objective() -> None:
-    with pytest.raises(ValueError, match="got loss 'kl', expected 'ce', 'tv' or 'lk'"):
-        Objective("kl")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got tv_weight 2, expected at most 1"):
-        Objective(tv_weight=2)
 
 
 def test_no_gradient_reaches_head_weights_or_teacher() -> None:
@@ -153,7 +96,7 @@ def test_no_gradient_reaches_head_weights_or_teacher() -> None:
 def test_hard_labels_need_no_teacher_and_soft_ones_do() -> None:
     hidden_RD, head_VD, label_R, weight_R, teacher_RD = inputs()
     loss, _ = head_cross_entropy(hidden_RD, head_VD, label_R, weight_R)
-    expected_R = plain_losses(hidden_RD, head_VD, label_R, Objective(), teacher_RD)
+    expected_R = plain_losses(hidden_RD, head_VD, label_R, 0.0, teacher_RD)
     torch.testing.assert_close(loss, expected_R @ weight_R)
     with pytest.raises(ValueError, match=r"soft_weight 0.5 without the target's features"):
         head_cross_entropy(hidden_RD, head_VD, label_R, weight_R, soft_weight=0.5)
@@ -181,8 +124,7 @@ def test_bfloat16_rows_give_a_float32_loss() -> None:
         half, head_VD.bfloat16(), label_R, weight_R, teacher_RD.bfloat16(), 0.5
     )
     loss.backward()
-    objective = Objective(soft_weight=0.5)
-    expected = plain_losses(hidden_RD, head_VD, label_R, objective, teacher_RD) @ weight_R
+    expected = plain_losses(hidden_RD, head_VD, label_R, 0.5, teacher_RD) @ weight_R
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
     assert half.grad is not None
@@ -253,22 +195,21 @@ def test_a_shortlist_of_the_whole_vocabulary_is_none() -> None:
     assert draw_shortlist(torch.tensor([1]), V, V) is None
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_losses_over_a_shortlist_are_those_of_its_weighted_tokens(name: str) -> None:
+def test_losses_over_a_shortlist_are_those_of_its_weighted_tokens() -> None:
     """They are the plain losses of a head of the list alone, whose last column adds log w."""
-    objective, shortlist = OBJECTIVES[name], draw(1)
+    shortlist = draw(1)
     hidden_RD, head_VD, _, weight_R, target_RD = inputs()
     label_R = torch.tensor([2, 5, 11])[torch.arange(R) % 3]
     index_R = torch.arange(R)
     ours, reference = (hidden_RD.clone().requires_grad_() for _ in range(2))
-    got = head_losses(ours, head_VD, label_R, objective, target_RD, index_R, shortlist)
+    got = head_losses(ours, head_VD, label_R, 0.4, target_RD, index_R, shortlist)
     (got.loss_R * weight_R).sum().backward()
     weighted_SD = torch.cat((head_VD[shortlist.index_S], shortlist.log_weight_S[:, None]), 1)
     expected_R = plain_losses(
         F.pad(reference, (0, 1), value=1.0),
         weighted_SD,
         torch.arange(R) % 3,
-        objective,
+        0.4,
         F.pad(target_RD, (0, 1), value=1.0),
     )
     (expected_R * weight_R).sum().backward()

@@ -88,7 +88,7 @@ def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     assert set(manifest.files) == set(contents(folder)) - {"manifest.json"}
     info = manifest.target
     assert (info.family, info.precision, info.max_length, info.taps) == ("llama", "fp32", 256, (1,))
-    assert info.dims == bundles.Dims(98, 64, 2, 4, 2, 16)
+    assert info.dims == bundles.Dims(98, 64, 2, 4, 2, 64)
     assert info.rope["type"] == "default"
     assert manifest.name == "llama"
     assert manifest.tokenizer.special_ids == {"bos": 0, "eos": [1], "pad": None}

@@ -30,7 +30,7 @@ def test_every_graph_of_a_build_is_taken(
     elif case == "contiguous":
         out = fluent.build(tmp_path / "bundle", *names, form=case)
     elif case == "fp16 on CUDA":
-        out = workshop.cuda.lanes("fp16")
+        out = workshop.lanes("fp16")
     else:
         out = fluent.every(case, lanes=3 if case == "fp32" else 1)
     if "CUDA" not in case:

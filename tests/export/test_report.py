@@ -104,8 +104,6 @@ def test_progress_and_tables_reach_a_log(capsys: pytest.CaptureFixture[str]) -> 
     with report.progress("answers [i]") as advance:
         for done in (0, 3, 6):
             advance(done, 6, "9 tokens/s")
-    with report.download("a wheel") as advance:
-        advance(1, 2)
     report.table(("graph", "MB"), [("target", "1.5")])
     shown = capsys.readouterr().err
     assert "answers [i]: 3 of 6 (50%), under 1 min left, ends " in shown

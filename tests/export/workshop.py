@@ -38,11 +38,9 @@ precision = "fp32"
 [export]
 draft_vocab = 80
 """
-# Fields of a drafter's config, where the defaults would leave a part of it untested. A name may
-# have a second set of fields behind a plus sign.
+# Fields of a drafter's config, where the defaults would leave a part of it untested.
 OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
-    "parallelspec+token": 'taps = [1]\nmask_feature = "anchor"\nmask_reads_token = true',
     "hydra": "prefix_layer = true",
     "dflash": (
         "taps = [1, 2]\nlayers = 1\nblock_size = 4\nmarkov_rank = 64\nanchor_fraction = 1.0\n"
@@ -64,20 +62,21 @@ HYBRID = "lfm2:"  # before the name of a drafter whose target is a hybrid
 
 
 def drafter_name(variant: str) -> str:
-    """Returns the drafter that a variant is of: "parallelspec+token" -> "parallelspec"."""
-    return variant.removeprefix(HYBRID).partition("+")[0]
+    """Returns the drafter that a variant is of: "lfm2:medusa" -> "medusa"."""
+    return variant.removeprefix(HYBRID)
 
 
 class Workshop:
     """Makes what is asked for under `folder`. The files it returns are shared: do not change them.
 
-    The target is random and its drafters are trained for two steps, which is enough for every test
-    that does not need drafts to be right.
+    The target has heads of 64, as real ones do: CUDA has kernels by that size. It is random and its
+    drafters are trained for two steps, which is enough for every test that does not need drafts to
+    be right.
     """
 
     num_steps = 2
     lr = 1e-3
-    target: Mapping[str, Any] = MappingProxyType({})  # options of save_llama
+    target: Mapping[str, Any] = MappingProxyType({"head_dim": 64})  # options of save_llama
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,10 +108,11 @@ class Workshop:
         """Returns a bundle with every trainable drafter, in the target's precision."""
         return self._once(f"every-{precision}", lambda: self._every(precision, lanes))
 
-    @property
-    def cuda(self) -> "CudaWorkshop":
-        """Returns the workshop of what is built for CUDA."""
-        return CudaWorkshop(self.folder / "cuda")
+    def lanes(self, precision: str, names: Sequence[str] = ()) -> Path:
+        """Returns a bundle for CUDA with drafters, all if none is named, and two lanes."""
+        names, out = names or drafters.trainable(), self.folder / "bundles" / f"cuda-{precision}"
+        options: dict[str, Any] = {"precision": precision, "device": "cuda", "lanes": 2}
+        return self._once(f"lanes-{precision}", lambda: self.build(out, *names, **options))
 
     def _llama(self) -> Path:
         """Returns a target large enough for every product but the last to be quantised."""
@@ -163,31 +163,21 @@ class Workshop:
         return self._bundle(*drafters.trainable(), precision=precision, lanes=lanes)
 
 
-class CudaWorkshop(Workshop):
-    """A workshop whose target has heads of 64, as real ones do: CUDA has kernels by that size.
+class UntrainedWorkshop(Workshop):
+    """A workshop of another kind of target, by options of `save_llama`; its drafters are untrained,
+    and have the options that add operators."""
 
-    Its drafters are untrained, and have the options that add operators. `kind` has options of
-    `save_llama`.
-    """
-
-    def __init__(self, folder: Path, kind: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, folder: Path, kind: Mapping[str, Any]) -> None:
         super().__init__(folder)
-        self.target = {"head_dim": 64} | dict(kind)
+        self.target = {**Workshop.target, **kind}
 
     def _drafter(self, name: str) -> Path:
         model, _ = target.load(target.resolve(str(self.llama())))
         definition = drafters.load(name)
-        options = OPTIONS.get(f"{name}+token", OPTIONS.get(name, ""))
-        config = definition.Config(**tomllib.loads(options))
+        config = definition.Config(**tomllib.loads(OPTIONS.get(name, "")))
         module = definition.Drafter(config, target.ends(Backbone.from_transformers(model)))
         out = self.folder / "drafters" / name
         return checkpoint.save_drafter(out, module.state_dict(), name, config, {})
-
-    def lanes(self, precision: str, names: Sequence[str] = ()) -> Path:
-        """Returns a bundle with drafters, all if none is named, and graphs for two lanes."""
-        names, out = names or drafters.trainable(), self.folder / "bundles" / precision
-        options: dict[str, Any] = {"precision": precision, "device": "cuda", "lanes": 2}
-        return self._once(f"lanes-{precision}", lambda: self.build(out, *names, **options))
 
 
 class FluentWorkshop(Workshop):

@@ -26,7 +26,7 @@ from spec_runtime import Chunk, Engine, GenerationResult  # noqa: E402
 from spec_runtime.dialogue.chat_template import ChatTemplate  # noqa: E402
 from spec_runtime.serve import streams  # noqa: E402
 from spec_runtime.serve.app import make_app  # noqa: E402
-from spec_runtime.serve.models import models_of  # noqa: E402
+from spec_runtime.serve.models import Model, Models  # noqa: E402
 from spec_runtime.serve.processes import bind, make_config  # noqa: E402
 from spec_runtime.serve.service import Service  # noqa: E402
 from spec_runtime.serve.settings import Settings  # noqa: E402
@@ -100,9 +100,14 @@ def served(engine: Engine | None = None, **settings: Any) -> Iterator[Served]:
         yield server
 
 
-def app_of(engine: Engine, settings: Settings) -> Any:
+def app_of(engine: Engine, settings: Settings, aliases: tuple[str, ...] = ()) -> Any:
     """Returns the app of one engine."""
-    return make_app(models_of(Service(engine, settings)), settings)
+    service = Service(engine, settings)
+    names = dict.fromkeys([*engine.drafters, "none"])
+    model = Model(settings.name, lambda: service, engine.target.max_length, (*names,), aliases)
+    models = Models([model], service.metrics, service.kept, timeout=settings.timeout)
+    models.add_open(service)
+    return make_app(models, settings)
 
 
 def prompts_read(patch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -119,9 +124,11 @@ def prompts_read(patch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @contextmanager
-def in_process(engine: Engine | None = None, **settings: Any) -> Iterator[TestClient]:
+def in_process(
+    engine: Engine | None = None, aliases: tuple[str, ...] = (), **settings: Any
+) -> Iterator[TestClient]:
     """Gives a client of an app without a port, for tests to which connections are nothing."""
-    app = app_of(engine or toy_engine(), Settings("toy", **settings))
+    app = app_of(engine or toy_engine(), Settings("toy", **settings), aliases)
     with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
         yield client
 

@@ -18,15 +18,12 @@ from served import (
     HELLO,
     MESSAGES,
     RESPONSES,
-    app_of,
     chunks_of,
     in_process,
     post,
     prompts_read,
     tool_engine,
-    toy_engine,
 )
-from starlette.testclient import TestClient
 
 from spec_runtime import GenerationResult, Stats
 from spec_runtime.dialogue.chat_template import ChatTemplate
@@ -39,7 +36,6 @@ from spec_runtime.serve.openai.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serve.responses.replies import ResponseReply, Shape
 from spec_runtime.serve.responses.requests import ENCRYPTED, ResponsesRequest, messages_of
 from spec_runtime.serve.responses.tools import Tools
-from spec_runtime.serve.settings import Settings
 
 CHAT_API, RESPONSES_API, MESSAGES_API = APIS
 # Rows of a client, the path, the body, and what was left out; long texts are cut.
@@ -413,8 +409,7 @@ def test_models_are_listed_as_anthropics_clients_read_them(client: Any) -> None:
 
 
 def test_one_model_may_stand_for_every_name() -> None:
-    settings = Settings("toy", aliases=("*",))
-    with TestClient(app_of(toy_engine(), settings), "http://localhost") as client:
+    with in_process(aliases=("*",)) as client:
         for name in ("gpt-9", "toy"):
             body = {"messages": HELLO, "max_tokens": 2, "model": name}
             assert post(client, CHAT, **body)["model"] == "toy"

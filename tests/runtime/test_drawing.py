@@ -1,7 +1,6 @@
-"""The tree of a step as a drawing, read back, and what `spec-runtime show` prints."""
+"""The tree of a step as the trace shows it, and what `spec-runtime show` prints."""
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from small import CALIBRATION, small_manifest, write_small_bundle
 from spec_runtime import cli
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.show import readable
-from spec_runtime.trees import drawing
+from spec_runtime.trace.page import _tree
+from spec_runtime.trace.record import TracedStep
 from spec_runtime.trees.tree import TokenTree
 
 # root 5 with children 7 and 8; 9 and 6 below 7; 4 below 8
@@ -23,77 +23,20 @@ TREE = TokenTree(np.array([5, 7, 8, 9, 6, 4]), np.array([0, 0, 0, 1, 1, 2]))
 TEXTS = [" <root>", " a", "b&c", "\n", "a very long text of a token", "語"]
 
 
-class AcceptedSvg:
-    """What a reader sees of one accepted tree: boxes with a text and a kind, and lines by kind."""
+def test_an_accepted_tree_is_lists_whose_path_comes_first() -> None:
+    step = TracedStep((8, 3), 1, {}, (), TREE, (0, 2), tuple(TEXTS), " the")
+    (drawn,) = ElementTree.fromstring(_tree(step))
 
-    def __init__(self, picture: drawing.AcceptedTree) -> None:
-        root = ElementTree.fromstring(f"<svg>{''.join(picture.elements)}</svg>")
-        self.size = picture.right, picture.bottom + drawing.BOX_HEIGHT
-        groups = [g for g in root.iter("g") if g.attrib["class"].startswith("node ")]
-        self.kinds = [g.attrib["class"].split()[1] for g in groups]
-        self.texts = ["".join(t.text or "" for t in g.iter("text")) for g in groups]
-        self.boxes = [
-            tuple(float(g[0].attrib[key]) for key in ("x", "y", "width", "height")) for g in groups
-        ]
-        self.edges = [
-            e.attrib["class"].split()[1]
-            for e in root.iter("path")
-            if e.attrib["class"].startswith("edge")
-        ]
-
-    def overlaps(self) -> list[tuple[int, int]]:
+    def read(of: ElementTree.Element) -> list[Any]:
+        """Returns the kind, the text and the children of each node of a list."""
         return [
-            (i, j)
-            for (i, a), (j, b) in itertools.combinations(enumerate(self.boxes), 2)
-            if a[0] < b[0] + b[2] and b[0] < a[0] + a[2] and a[1] < b[1] + b[3]
-            if b[1] < a[1] + a[3]
+            (li.attrib["class"], li[0].text, *(read(below) for below in li.findall("ul")))
+            for li in of
         ]
 
-    def is_inside(self) -> bool:
-        return all(
-            x > 0 and x + width < self.size[0] and y > 0 and y + height < self.size[1]
-            for x, y, width, height in self.boxes
-        )
-
-
-def test_an_accepted_tree_shows_its_path_and_the_bonus() -> None:
-    step = AcceptedSvg(drawing.accepted_tree(TREE, [0, 2], TEXTS, " the"))
-    assert step.texts == ["␣<root>", "␣a", "b&c", "↵", "a␣very␣long␣text␣…", "語", "␣the"]
-    assert step.kinds == ["root", "refused", "accepted", "refused", "refused", "refused", "bonus"]
-    assert sorted(step.edges) == ["accepted", "bonus", *["refused"] * 4]
-    assert not step.overlaps()
-    assert step.is_inside()
-    x, y = ([box[i] for box in step.boxes] for i in (0, 1))
-    # the path goes along the first row: root, node 2, the bonus; the others stand below
-    assert y[0] == y[2] == y[6] == min(y)
-    assert all(y[node] > y[0] for node in (1, 3, 4, 5))
-    assert x[0] < x[1] == x[2] < x[3] == x[4] == x[5] == x[6]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_accepted_trees_of_any_shape_do_not_overlap(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 40))
-    parents = [0, *(int(rng.integers(0, node)) for node in range(1, n))]
-    tree = TokenTree(np.arange(n), np.array(parents))
-    texts = ["x" * int(rng.integers(0, 30)) for _ in range(n)]
-    path = tree.path(int(rng.integers(0, n)))
-    step = AcceptedSvg(drawing.accepted_tree(tree, path, texts, ""))
-    assert len(step.boxes) == n + 1
-    assert not step.overlaps()
-    assert step.is_inside()
-    accepted = [node for node, kind in enumerate(step.kinds) if kind == "accepted"]
-    assert accepted == sorted(path[1:])
-
-
-@pytest.mark.parametrize(
-    ("path", "texts"), [([], TEXTS), ([0, 3], TEXTS), ([1], TEXTS), ([0, 2], TEXTS[:-1])]
-)
-def test_an_accepted_tree_is_refused_without_a_path_or_texts(
-    path: list[int], texts: list[str]
-) -> None:
-    with pytest.raises(ValueError, match="expected a path from the root and one text a node"):
-        drawing.accepted_tree(TREE, path, texts, "")
+    kept = ("node accepted", "b&c", [("node bonus", "␣the"), ("node refused", "語")])
+    left = [("node refused", "↵"), ("node refused", "a␣very␣long␣text␣…")]
+    assert read(drawn) == [("node root", "␣<root>", [kept, ("node refused", "␣a", left)])]
 
 
 # ---- the whole of `spec-runtime show`: nested values as indented lines, never Python's own ----

@@ -147,7 +147,7 @@ def test_the_first_command_ends_with_tokens(
     standin: StandIn, workshop: Workshop, tmp_path: Path, flags: list[str], is_captured: bool
 ) -> None:
     """They are meaningless, as nothing is computed. Nothing but the summary is said."""
-    words = ["generate", "say abc", "--bundle", str(workshop.cuda.lanes("fp16"))]
+    words = ["generate", "say abc", "--bundle", str(workshop.lanes("fp16"))]
     log = tmp_path / "log"
     words += ["--backend", "cuda", *flags, "--max-new-tokens", "24", "--ignore-eos"]
     done = standin.run("-c", "from spec_runtime.cli import main; main()", *words, log=log)

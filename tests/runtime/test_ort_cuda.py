@@ -48,7 +48,7 @@ SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_
 @pytest.fixture(scope="module")
 def folders(workshop: Workshop) -> dict[str, Path]:
     """Returns a bundle for CUDA in each precision."""
-    return {precision: workshop.cuda.lanes(precision) for precision in BUILDS}
+    return {precision: workshop.lanes(precision) for precision in BUILDS}
 
 
 def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.Engine:
@@ -110,7 +110,7 @@ def test_a_bundle_for_cuda_runs_on_the_cpu(
     folders: dict[str, Path], workshop: Workshop, tmp_path: Path
 ) -> None:
     """That of float32 is in tests/test_attention.py, with all drafters."""
-    plain = on_cpu(workshop.cuda.build(tmp_path / "bundle", precision="fp16"), drafter="none")
+    plain = on_cpu(workshop.build(tmp_path / "bundle", precision="fp16"), drafter="none")
     for name in (DRAFTERS[0], "none"):
         engine = load(folders["fp16"], "onnxruntime", drafter=name)
         for prompt in PROMPTS:
@@ -166,7 +166,7 @@ def test_draws_mostly_fetch_the_largest_logits(
 
     sampling_graph = partial(make_bundle.sampling_graph, most=num_top)
     monkeypatch.setattr(make_bundle, "sampling_graph", sampling_graph)
-    folder = workshop.cuda.build(tmp_path / "bundle", precision="fp16", device="cuda")
+    folder = workshop.build(tmp_path / "bundle", precision="fp16", device="cuda")
     engine, expected = load(folder, drafter="none"), on_cpu(folder, drafter="none")
     num_rows = num_tokens = 0
     for seed in range(4):
@@ -254,7 +254,7 @@ def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) 
         for name in ("keep_target", "keep_drafter"):
             patch.setattr(make_bundle, name, lambda model, *rest, **named: model)
         out = tmp_path_factory.mktemp("without") / "b"
-        return workshop.cuda.build(out, *DRAFTERS, device="cuda")
+        return workshop.build(out, *DRAFTERS, device="cuda")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -4,7 +4,7 @@
         --cache FOLDER --out runs/all --token-rows 1e6 --json drafters-alike.json
     python -m tools.training.ablations --recipe smollm2-135m/parallelspec … \\
         --steps 100 --variant "baseline: drafter.layers=1" \\
-        --variant "all that pay: drafter.layers=2,drafter.mask_reads_token=true"
+        --variant "all that pay: drafter.layers=2,drafter.depth_weights=reach"
 
 A recipe's name is its label. A *token row* is an answer token that a training step has learnt from.
 Two steps of the run with most taps build the feature cache, which serves them all. A run that has
