@@ -221,9 +221,9 @@ INLINE void columns_of(const Product *p, const Record *l, const uint8_t *records
     for (int r = 0; r < R; r++)
       sum[r] = bits == 8 && IS_UNSIGNED
                    ? set_i(((const int32_t *)(records + r * size + l->start_at))[s]) : set_i(0);
-    // More rows leave time to fetch half of them into the first cache, which waits longer for memory.
+    // Some lines of weights go to the first cache, which waits for fewer at a time than the second.
     for (int64_t at = 0; next && at < fours * V; at += ALIGNED, next += ALIGNED)
-      if (R > 4 && at / ALIGNED % 2) __builtin_prefetch(next, 0, 3);
+      if (at < (R > 4 ? 2 : R > 1) * ALIGNED) __builtin_prefetch(next, 0, 3);
       else __builtin_prefetch(next, 0, 2);
     for (int64_t i = 0; i < fours; i++, weights += V, x += 32 / bits) {
       VB w = all_b(weights);
