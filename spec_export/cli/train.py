@@ -34,20 +34,22 @@ def command(
     init: Annotated[
         Path | None, typer.Option("--init", help="Start from this drafter's weights")
     ] = None,
-    tensorboard: Annotated[
-        bool,
+    track: Annotated[
+        list[str] | None,
         typer.Option(
-            "--tensorboard",
-            help="Write TensorBoard events into tensorboard/ of --out (extra: tensorboard)",
+            "--track",
+            metavar="NAME",
+            help="Send the curves to a tracker: tensorboard (events in --out), wandb or mlflow; "
+            "repeatable",
         ),
-    ] = False,
+    ] = None,
 ) -> None:
     """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
     from spec_export.training import inputs
 
-    inputs.read(recipe, set_ or [], out, resume, init, tensorboard)  # before torch is imported
+    inputs.read(recipe, set_ or [], out, resume, init, track or ())  # before torch is imported
 
     from spec_export.cli.report import TerminalReport
     from spec_export.training import run as train
 
-    train.run(recipe, set_ or [], out, resume, cache, init, tensorboard, report=TerminalReport())
+    train.run(recipe, set_ or [], out, resume, cache, init, track or (), report=TerminalReport())

@@ -61,7 +61,7 @@ class DataSection:
     resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
     listed; "" stands for rows that have none. `allow_other_target` takes answers although another
     model than the target wrote them. Without `store_features` the target computes its features in
-    each step.
+    each step; with "auto" it does so on a GPU.
     """
 
     path: Annotated[str | tuple[str, ...], Must(_are_named, "one file or a list of files")]
@@ -69,7 +69,7 @@ class DataSection:
     validation_fraction: Share = 0.02
     sources: tuple[str, ...] | None = None
     allow_other_target: bool = added_later(False)
-    store_features: bool = added_later(True)
+    store_features: bool | Literal["auto"] = added_later("auto")
 
 
 @dataclass(frozen=True)
