@@ -6,7 +6,7 @@ needs no mask between them.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -116,7 +116,7 @@ def loaded(
         return Batch(*(part.to(device, non_blocking=True) for part in parts))
 
     with ThreadPoolExecutor(1) as reader:
-        coming = deque()
+        coming: deque[Future[list[Tensor]]] = deque()
         for indices in groups:
             coming.append(reader.submit(padded, indices))
             if len(coming) > AHEAD:
