@@ -1,7 +1,7 @@
 """Defines `spec-export train`, which trains the drafter that a recipe describes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,4 +52,10 @@ def command(
     from spec_export.cli.report import TerminalReport
     from spec_export.training import run as train
 
-    train.run(recipe, set_ or [], out, resume, cache, init, track or (), report=TerminalReport())
+    def drafts(*given: Any) -> float:
+        from spec_export.check.drafting import accepted_length  # few runs need the graphs
+
+        return accepted_length(*given)
+
+    report = TerminalReport()
+    train.run(recipe, set_ or [], out, resume, cache, init, track or (), report, drafts)

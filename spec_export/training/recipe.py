@@ -172,6 +172,14 @@ class ExportSection:
 
 
 @dataclass(frozen=True)
+class ValidateSection:
+    """[validate]: with `engine` the accepted length of a validation is that of the runtime, which
+    drafts on held-out prompts with a bundle that is built for it; else it is simulated."""
+
+    engine: bool = added_later(False)
+
+
+@dataclass(frozen=True)
 class JointSection:
     """[joint]: trains the target too, through a LoRA adapter; see joint.py.
 
@@ -205,6 +213,7 @@ class Recipe:
     data: DataSection
     train: TrainSection
     export: ExportSection
+    validate: ValidateSection
     joint: JointSection | None = None
     folder: Path = field(default=Path(), compare=False)
 
@@ -212,6 +221,8 @@ class Recipe:
         name = self.drafter.get("name")
         if not isinstance(name, str) or not name:
             raise UserError(f"[drafter].name: got {name!r:.80}, expected the name of a drafter")
+        if self.validate.engine and self.joint:
+            raise UserError("got validate.engine with [joint], expected a target that is frozen")
 
     @property
     def drafter_name(self) -> str:
@@ -262,6 +273,7 @@ SECTIONS: dict[str, type | None] = {
     "data": DataSection,
     "train": TrainSection,
     "export": ExportSection,
+    "validate": ValidateSection,
     "joint": JointSection,
 }
 OPTIONAL = ("joint",)  # leaving the section out is not the same as taking its defaults

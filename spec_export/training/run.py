@@ -31,7 +31,7 @@ from spec_export.training.batches import TokenStore
 from spec_export.training.folders import BEST, CHECKPOINTS
 from spec_export.training.precision import fast_precision
 from spec_export.training.shards import shard
-from spec_export.training.trainer import Trainer, TrainingJob
+from spec_export.training.trainer import Drafts, Trainer, TrainingJob
 from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
@@ -45,6 +45,7 @@ def run(
     init: Path | None = None,
     trackers: Sequence[str] = (),
     report: Report = SILENT,
+    drafts: Drafts | None = None,
 ) -> Path:
     """Trains as the recipe says and returns the drafter's folder (`drafter.safetensors`,
     `config.json`); the curves are in the folder above it.
@@ -52,6 +53,8 @@ def run(
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
     feature cache (out/features); init: a drafter of the same shape to start from, or the run that
     made it. If it learnt an output head of its own, its draft vocabulary is taken over too.
+    drafts: measures a drafter in the runtime, for recipes with `validate.engine`, see
+    check/drafting.py.
     trackers: some of `inputs.TRACKERS`, which get the curves; TensorBoard's events are in `out`.
     Raises UserError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
@@ -61,6 +64,10 @@ def run(
     plan, out = inputs.read(recipe_path, overrides or [], out, resume, init, trackers)
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
+    if plan.validate.engine and drafts is None:
+        raise UserError(
+            "got validate.engine and no `drafts`, expected what measures in the runtime"
+        )
     source = target.resolve(plan.model, report, plan.base)
     if plan.train.precision == "auto":
         chosen = fast_precision()
@@ -71,6 +78,8 @@ def run(
         inputs.require_run(out, resume, newest)
         cache = cache or out / "features"
         trainer = _new_trainer(plan, module, config, source, out, cache, init, trackers, report)
+        if plan.validate.engine:
+            trainer.job = replace(trainer.job, drafts=drafts)
         if newest is not None:
             trainer.resume(newest)
         trainer.train()

@@ -27,9 +27,16 @@ from spec_export.report import SILENT, Report
 from spec_export.training import batches, checkpoint, disk, folders, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
-from spec_export.training.folders import BEST, CHECKPOINTS
+from spec_export.training.folders import BEST, CHECKPOINTS, DRAFTING
 from spec_export.training.log import Log
-from spec_export.training.validate import Validation, held_out_sequences, validate
+from spec_export.training.validate import (
+    QUESTIONS,
+    Questions,
+    Validation,
+    held_out_sequences,
+    questions,
+    validate,
+)
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import give_back_memory
 from spec_runtime.files.writing import remove_folder
@@ -39,14 +46,18 @@ from spec_runtime.files.writing import remove_folder
 GIVE_BACK_EVERY = 50
 
 
+# Returns the accepted length of the runtime with the drafter in a folder.
+Drafts = Callable[[recipe.Recipe, Path, Questions], float]
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     """The task that a trainer is given.
 
     The first `num_training` sequences train, the rest validates. `out` is the folder for
     checkpoints, curves and the drafter, `provenance` the facts that are saved with it.
-    `bigrams` is the table of a one-pass drafter, see bigrams.py. `report` is silent in all
-    processes but the first.
+    `bigrams` is the table of a one-pass drafter, see bigrams.py. `drafts` measures validations'
+    accepted length, which is else simulated. `report` is silent in all processes but the first.
     """
 
     plan: recipe.Recipe
@@ -57,6 +68,7 @@ class TrainingJob:
     accelerator: Accelerator
     bigrams: Table | None = None
     report: Report = SILENT
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True)
@@ -345,7 +357,13 @@ class Trainer:
         held_out = held_out_sequences(self.job.num_training, length_N)
         groups = batches.by_length(held_out, length_N, self.settings.batch_tokens)
         held_out_batches = batches.loaded(self.sequences, groups, self.device)
-        return validate(map(self.with_features, held_out_batches), self._guesses)
+        result = validate(map(self.with_features, held_out_batches), self._guesses)
+        if self.job.drafts is None or not self.accelerator.is_main_process:
+            return result
+        asked = (self.sequences.sequence(int(i))[:2] for i in held_out[:QUESTIONS])
+        drafter = self._save_drafter(self.out / DRAFTING / "drafter")
+        length = self.job.drafts(self.plan, drafter, questions(asked))
+        return replace(result, accepted_length=length)
 
     def _guesses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         with self._autocast():
@@ -469,8 +487,13 @@ class Trainer:
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
             return folder
-        validation = self.log.newest_validation(self.step)
         self.log.write_curve()
+        return self._save_drafter(folder)
+
+    def _save_drafter(self, folder: Path) -> Path:
+        """Writes the present drafter, with the newest validation that it has, and returns its
+        folder."""
+        validation = self.log.newest_validation(self.step)
         with disk.writing("the drafter", self.out):
             return checkpoint.save_drafter(
                 folder,

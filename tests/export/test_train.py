@@ -13,12 +13,16 @@ from said import Said
 from tiny_backbone import longrope
 from tiny_target import save_llama
 from tiny_training import curve, stored, train_in_processes
+from workshop import Workshop
 
+import spec_runtime
 from spec_export.build import drafters as bundling
+from spec_export.check import drafting
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint, features, precision, trainer
 from spec_export.training import run as train
+from spec_export.training.recipe import Recipe
 from spec_export.training.trainer import Trainer
 
 
@@ -168,6 +172,36 @@ def test_a_one_pass_drafter_has_a_table_of_bigrams_unless_the_recipe_wants_none(
     settings = ["train.max_steps=1", "export.bigrams=false"]
     train.run(recipe, settings, tmp_path, cache=finished / "features")
     assert checkpoint.load_drafter(tmp_path / "drafter").bigrams is None
+
+
+def test_a_validation_may_draft_in_the_runtime(
+    recipe: Path,
+    finished: Path,
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its accepted length is that of a bundle's answers to the held-out questions; here of one that
+    is there already."""
+    bundle, built, asked = workshop.bundle("parallelspec"), [], []
+    monkeypatch.setattr(drafting, "build", lambda options: built.append(options) or bundle)
+
+    def drafts(plan: Recipe, drafter: Path, questions: Any) -> float:
+        asked.extend(questions)
+        return drafting.accepted_length(plan, drafter, questions)
+
+    options, cache = ["validate.engine=true", "train.max_steps=1"], finished / "features"
+    folder = train.run(recipe, options, tmp_path, cache=cache, drafts=drafts)
+    assert built[0].drafter_checkpoints == (tmp_path / "drafting" / "drafter",)
+    assert checkpoint.load_drafter(tmp_path / "drafting").provenance["steps"] == 1
+    lengths = [len(ids) + most for ids, most in asked]
+    assert lengths == features.FeatureCache(cache).length_N[-len(asked) :].tolist()
+    with spec_runtime.load(bundle, lookup=False, profile=False) as engine:
+        answers = [engine.generate(ids, max_new_tokens=most) for ids, most in asked]
+    tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+    steps = sum(answer.stats.steps for answer in answers)
+    found = checkpoint.load_drafter(folder).provenance["validation"]
+    assert found["accepted_length"] == pytest.approx(tokens / steps)
 
 
 def test_training_starts_from_another_drafter(recipe: Path, finished: Path, tmp_path: Path) -> None:
