@@ -183,8 +183,15 @@ def test_a_validation_may_draft_in_the_runtime(
 ) -> None:
     """Its accepted length is that of a bundle's answers to the held-out questions; here of one that
     is there already."""
-    bundle, built, asked = workshop.bundle("parallelspec"), [], []
-    monkeypatch.setattr(drafting, "build", lambda options: built.append(options) or bundle)
+    bundle = workshop.bundle("parallelspec")
+    built: list[Any] = []
+    asked: list[Any] = []
+
+    def build(options: Any) -> Path:
+        built.append(options)
+        return bundle
+
+    monkeypatch.setattr(drafting, "build", build)
 
     def drafts(plan: Recipe, drafter: Path, questions: Any) -> float:
         asked.extend(questions)
