@@ -3,20 +3,25 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from spec_export.build.make_bundle import build
 from spec_export.build.options import BuildOptions
 from spec_export.training.recipe import Recipe
 from spec_runtime import load
 from spec_runtime.loop.stats import Stats
 
+ANSWER_TOKENS = 128  # the most that are asked for
+
 
 def accepted_length(
-    plan: Recipe, drafter: Path, questions: Sequence[tuple[Sequence[int], int]]
+    plan: Recipe, drafter: Path, sequences: Sequence[tuple[Tensor, Tensor]]
 ) -> float:
-    """Returns the tokens per step of greedy answers with the drafter in this folder.
+    """Returns the tokens per step of greedy answers with the drafter in this folder, to what is
+    before the first answer of each sequence, given as token i64[T] and loss bool[T].
 
-    questions: the tokens of each prompt, and the most that are answered. The bundle, of the
-    recipe's target in float32, is built beside the drafter, in place of an earlier one.
+    The bundle, of the recipe's target in float32, is built beside the drafter, in place of an
+    earlier one.
     """
     bundle = build(
         BuildOptions(
@@ -29,5 +34,9 @@ def accepted_length(
         )
     )
     with load(bundle, lookup=False, verify=False, profile=False) as engine:
-        answers = [engine.generate(ids, max_new_tokens=most) for ids, most in questions]
-    return Stats.total(answer.stats for answer in answers).accepted_length
+        parts = []
+        for token_T, loss_T in sequences:
+            start = max(1, int(loss_T.int().argmax()))
+            most = min(ANSWER_TOKENS, len(token_T) - start)
+            parts.append(engine.generate(token_T[:start].tolist(), max_new_tokens=most).stats)
+    return Stats.total(parts).accepted_length

@@ -29,14 +29,7 @@ from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
 from spec_export.training.folders import BEST, CHECKPOINTS, DRAFTING
 from spec_export.training.log import Log
-from spec_export.training.validate import (
-    QUESTIONS,
-    Questions,
-    Validation,
-    held_out_sequences,
-    questions,
-    validate,
-)
+from spec_export.training.validate import QUESTIONS, Validation, held_out_sequences, validate
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import give_back_memory
 from spec_runtime.files.writing import remove_folder
@@ -46,8 +39,8 @@ from spec_runtime.files.writing import remove_folder
 GIVE_BACK_EVERY = 50
 
 
-# Returns the accepted length of the runtime with the drafter in a folder.
-Drafts = Callable[[recipe.Recipe, Path, Questions], float]
+# Returns the runtime's accepted length with a folder's drafter on sequences (token_T, loss_T).
+Drafts = Callable[[recipe.Recipe, Path, Sequence[tuple[Tensor, Tensor]]], float]
 
 
 @dataclass(frozen=True)
@@ -360,10 +353,9 @@ class Trainer:
         result = validate(map(self.with_features, held_out_batches), self._guesses)
         if self.job.drafts is None or not self.accelerator.is_main_process:
             return result
-        asked = (self.sequences.sequence(int(i))[:2] for i in held_out[:QUESTIONS])
+        asked = [self.sequences.sequence(int(i))[:2] for i in held_out[:QUESTIONS]]
         drafter = self._save_drafter(self.out / DRAFTING / "drafter")
-        length = self.job.drafts(self.plan, drafter, questions(asked))
-        return replace(result, accepted_length=length)
+        return replace(result, accepted_length=self.job.drafts(self.plan, drafter, asked))
 
     def _guesses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         with self._autocast():

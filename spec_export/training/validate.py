@@ -19,12 +19,11 @@ from spec_runtime.trees.guesses import Guesses
 
 VALIDATION_BUDGET = Budget(max_nodes=16)
 VALIDATION_TOKENS = 40_000  # bounds the time that one validation takes
-QUESTIONS, ANSWER_TOKENS = 16, 128  # bounds of a validation by the runtime
+QUESTIONS = 16  # sequences of a validation by the runtime
 CALIBRATION_BINS = 10
 # A batch's guesses: token ids i64 and log-probabilities f32, both [B, T-1, K, C], and the pairs
 # f32[B, T-1, K-1, C, C] of conditioned guesses (see Guesses) or None.
 GuessesOf = Callable[[Batch], tuple[Tensor, Tensor, Tensor | None]]
-Questions = list[tuple[list[int], int]]  # tokens of a prompt, and the most that are answered
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,6 @@ def held_out_sequences(num_training: int, length_N: np.ndarray) -> np.ndarray:
     on, as far as they have `VALIDATION_TOKENS` tokens in all."""
     pool = np.arange(num_training, len(length_N))
     return pool[: max(1, int(np.searchsorted(np.cumsum(length_N[pool]), VALIDATION_TOKENS)))]
-
-
-def questions(sequences: Iterable[tuple[Tensor, Tensor]]) -> Questions:
-    """Returns what is before the first answer of each sequence, given as token i64[T] and loss
-    bool[T]."""
-    found: Questions = []
-    for token_T, loss_T in sequences:
-        start = max(1, int(loss_T.int().argmax()))
-        found.append((token_T[:start].tolist(), min(ANSWER_TOKENS, len(token_T) - start)))
-    return found
 
 
 def validate(batches: Iterable[Batch], guesses_of: GuessesOf) -> Validation:

@@ -193,18 +193,22 @@ def test_a_validation_may_draft_in_the_runtime(
 
     monkeypatch.setattr(drafting, "build", build)
 
-    def drafts(plan: Recipe, drafter: Path, questions: Any) -> float:
-        asked.extend(questions)
-        return drafting.accepted_length(plan, drafter, questions)
+    def drafts(plan: Recipe, drafter: Path, sequences: Any) -> float:
+        asked.extend(sequences)
+        return drafting.accepted_length(plan, drafter, sequences)
 
     options, cache = ["validate.engine=true", "train.max_steps=1"], finished / "features"
     folder = train.run(recipe, options, tmp_path, cache=cache, drafts=drafts)
     assert built[0].drafter_checkpoints == (tmp_path / "drafting" / "drafter",)
     assert checkpoint.load_drafter(tmp_path / "drafting").provenance["steps"] == 1
-    lengths = [len(ids) + most for ids, most in asked]
+    lengths = [len(token_T) for token_T, _ in asked]
     assert lengths == features.FeatureCache(cache).length_N[-len(asked) :].tolist()
     with spec_runtime.load(bundle, lookup=False, profile=False) as engine:
-        answers = [engine.generate(ids, max_new_tokens=most) for ids, most in asked]
+        answers = [
+            engine.generate(token_T[:start].tolist(), max_new_tokens=len(token_T) - start)
+            for token_T, loss_T in asked
+            for start in [loss_T.tolist().index(True)]
+        ]
     tokens = sum(len(answer.token_ids) - 1 for answer in answers)
     steps = sum(answer.stats.steps for answer in answers)
     found = checkpoint.load_drafter(folder).provenance["validation"]
