@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,24 +40,32 @@ def command(
     init: Annotated[
         Path | None, typer.Option("--init", help="Start from this drafter's weights")
     ] = None,
-    tensorboard: Annotated[
-        bool,
+    track: Annotated[
+        list[str] | None,
         typer.Option(
-            "--tensorboard",
-            help="Write TensorBoard events into tensorboard/ of --out (extra: tensorboard)",
+            "--track",
+            metavar="NAME",
+            help="Send the curves to a tracker: tensorboard (events in --out), wandb or mlflow; "
+            "repeatable",
         ),
-    ] = False,
+    ] = None,
 ) -> None:
     """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
     from spec_export.training import inputs
 
     # before torch is imported
-    plan, run = inputs.read(recipe, set_ or [], out, resume, init, tensorboard)
+    plan, run = inputs.read(recipe, set_ or [], out, resume, init, track or ())
 
     from spec_export.cli.report import TerminalReport
     from spec_export.training import run as train
 
-    train.run(recipe, set_ or [], out, resume, cache, init, tensorboard, report=TerminalReport())
+    def drafts(*given: Any) -> float:
+        from spec_export.check.drafting import accepted_length  # few runs need the graphs
+
+        return accepted_length(*given)
+
+    report = TerminalReport()
+    train.run(recipe, set_ or [], out, resume, cache, init, track or (), report, drafts)
     if not int(os.environ.get("RANK", 0)):
         merged = None if plan.joint is None else str(run / "target")
         next_command.say("train", run, merged or plan.model, None if merged else plan.base)

@@ -180,14 +180,13 @@ class Sound(Mapping[str, Tensor]):
         require_sound(self._where, {name: found}, self.shapes)
         return found
 
-    def whole(self) -> dict[str, Tensor]:
-        """Returns all tensors in float32, with memory of their own; a UserError names the first of
-        all that are wrong."""
-        stored = {name: self._tensors[name] for name in self.shapes}
-        tensors = {
-            name: each.to(torch.float32 if each.is_floating_point() else each.dtype, copy=True)
-            for name, each in stored.items()
-        }
+    def whole(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Returns all tensors in this type, with memory of their own; a UserError names the first
+        of all that are wrong."""
+        tensors = {}
+        for name in self.shapes:
+            each = self._tensors[name]
+            tensors[name] = each.to(dtype if each.is_floating_point() else each.dtype, copy=True)
         require_sound(self._where, tensors, self.shapes)
         return tensors
 

@@ -263,17 +263,23 @@ def _stored(files: list[Path]) -> Mapping[str, Tensor]:
     return checkpoint.read_pickled(files)
 
 
-def read_model(folder: Path, gguf_file: str | None, config: Any, adapter: Any | None = None) -> Any:
-    """Returns the transformers causal LM with its weights in float32.
+def read_model(
+    folder: Path,
+    gguf_file: str | None,
+    config: Any,
+    adapter: Any | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Returns the transformers causal LM with its weights in `dtype`.
 
     See `open_model`. GGUF weights are dequantised. Raises UserError, with the tensors' names, also
     if any is of another shape or not finite.
     """
     outline, tensors = open_model(folder, gguf_file, config, adapter)
-    whole = tensors.whole()
+    whole = tensors.whole(dtype)
     with _reading(folder / (gguf_file or "")), _without_bars():
         model = type(outline).from_pretrained(
-            None, config=config, state_dict=whole, dtype=torch.float32, **OPTIONS
+            None, config=config, state_dict=whole, dtype=dtype, **OPTIONS
         )
     model.generation_config = outline.generation_config
     return model

@@ -172,14 +172,14 @@ def fingerprint(source: Source) -> str:
 def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Returns the transformers causal LM, frozen and in eval mode, and its tokenizer.
 
-    GGUF weights are dequantised to float32 first, then cast. Raises UserError if the files are
-    damaged or do not fit each other, or if the model is not supported, which is found out before
-    its weights are read. Code in the model's folder is never run.
+    A tensor that is stored in another type, or quantised, is cast when it is read. Raises UserError
+    if the files are damaged or do not fit each other, or if the model is not supported, which is
+    found out before its weights are read. Code in the model's folder is never run.
     """
     config, tokenizer = read_config(source), load_tokenizer(source)
     folder, adapter = local_folder(source), _adapter(source)
-    model = pretrained.read_model(folder, source.gguf_file, config, adapter)
-    return model.requires_grad_(False).to(dtype).eval(), tokenizer
+    model = pretrained.read_model(folder, source.gguf_file, config, adapter, dtype)
+    return model.requires_grad_(False).eval(), tokenizer
 
 
 def open_weights(source: Source) -> tuple[Any, StoredWeights, Any]:

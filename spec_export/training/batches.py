@@ -4,7 +4,9 @@ Sequences are not packed after one another: no sequence sees another, and a draf
 needs no mask between them.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +17,7 @@ from spec_export.drafters.layers import Batch
 from spec_export.training.data import Example
 
 POOL = 512  # sequences that are sorted by length together
+AHEAD = 2  # batches that are read before they are asked for
 
 
 class SequenceStore(Protocol):
@@ -28,6 +31,11 @@ class SequenceStore(Protocol):
         """Returns the number of tokens of each sequence, i64[number of sequences]."""
         ...
 
+    @property
+    def answers_N(self) -> np.ndarray:
+        """Returns the number of answer tokens of each sequence, i64[number of sequences]."""
+        ...
+
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns token i64[T], loss bool[T] (True at answer tokens) and feature [T, F]."""
         ...
@@ -39,6 +47,7 @@ class TokenStore:
     def __init__(self, examples: Sequence[Example]) -> None:
         self._examples = examples
         self.length_N = np.array([len(example.token_T) for example in examples], np.int64)
+        self.answers_N = np.array([example.loss_T.sum() for example in examples], np.int64)
         self.num_sequences = len(examples)
 
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,10 +99,27 @@ def padding_share(length_N: np.ndarray, batches: Sequence[np.ndarray]) -> float:
     return 1 - sum(int(length_N[batch].sum()) for batch in batches) / positions
 
 
-def padded(store: SequenceStore, indices: np.ndarray, device: torch.device) -> Batch:
-    """Returns the sequences `indices` of `store` as one right-padded batch on `device`."""
-    rows = [store.sequence(int(i)) for i in indices]
-    pad = torch.nn.utils.rnn.pad_sequence
-    token, loss, feature = (pad([row[part] for row in rows], batch_first=True) for part in range(3))
-    length = torch.tensor([len(row[0]) for row in rows])
-    return Batch(*(x.to(device) for x in (token, loss, feature, length)))
+def loaded(
+    store: SequenceStore, groups: Iterable[np.ndarray], device: torch.device
+) -> Iterator[Batch]:
+    """Yields the sequences of each group, indices of `store`, as one right-padded batch on
+    `device`. A thread reads the next batches meanwhile, for a GPU into pinned memory."""
+
+    def padded(indices: np.ndarray) -> list[Tensor]:
+        rows = [store.sequence(int(i)) for i in indices]
+        pad = torch.nn.utils.rnn.pad_sequence
+        parts = [pad(list(part), batch_first=True) for part in zip(*rows, strict=True)]
+        parts.append(torch.tensor([len(row[0]) for row in rows]))
+        return [part.pin_memory() for part in parts] if device.type == "cuda" else parts
+
+    def on_device(parts: list[Tensor]) -> Batch:
+        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+
+    with ThreadPoolExecutor(1) as reader:
+        coming: deque[Future[list[Tensor]]] = deque()
+        for indices in groups:
+            coming.append(reader.submit(padded, indices))
+            if len(coming) > AHEAD:
+                yield on_device(coming.popleft().result())
+        for batch in coming:
+            yield on_device(batch.result())

@@ -108,9 +108,8 @@ def save(
 ) -> Path:
     """Writes the checkpoint `folder/step-00000123` and returns its path.
 
-    Torch's random states are saved too. All but the `keep` newest checkpoints are deleted
-    afterwards, unless a checkpoint's folder has files that are not its own. What a killed process
-    left there is removed first.
+    All but the `keep` newest checkpoints are deleted afterwards, unless a checkpoint's folder has
+    files that are not its own. What a killed process left there is removed first.
 
     Args:
         module: the module whose tensors are worth keeping (no frozen target).
@@ -120,17 +119,12 @@ def save(
     """
     folder = Path(folder)
     final = folder / folders.folder_name(step)
-    states = {
-        "optimizer": optimizer.state_dict(),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
 
     def write(temporary: Path) -> dict[str, Any]:
         tensors = _detached(module.state_dict())
         with _os_errors():
             safetensors.torch.save_file(tensors, temporary / "model.safetensors")
-            torch.save(states, temporary / STATES)
+            torch.save({"optimizer": optimizer.state_dict()}, temporary / STATES)
             if average is not None:
                 safetensors.torch.save_file(_detached(average), temporary / AVERAGE)
         return {
@@ -185,23 +179,17 @@ def load(
     optimizer: torch.optim.Optimizer,
     average: Mapping[str, torch.Tensor] | None = None,
 ) -> Checkpoint:
-    """Restores what `save` wrote into `module`, `optimizer`, `average` and torch's random states.
+    """Restores what `save` wrote into `module`, `optimizer` and `average`.
 
     Raises UserError on missing, altered or truncated files, on tensors or an optimiser's
     state that do not fit, and if `average` is wanted and the checkpoint has none.
     """
     path = Path(path)
-    header, tensors, states = _read_checkpoint(path)
+    header, tensors, optimizer_state = _read_checkpoint(path)
     _load_strictly(module, tensors, str(path))
     if average is not None:
         _load_average(average, path, header)
-    _load_optimizer(optimizer, states.optimizer, path / STATES)
-    try:
-        torch.set_rng_state(states.torch_rng)
-        if torch.cuda.is_available() and len(states.cuda_rng) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(states.cuda_rng)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"{path / STATES}: got no state of torch's: {error}") from error
+    _load_optimizer(optimizer, optimizer_state, path / STATES)
     return Checkpoint(path, header.step, header.progress, header.provenance)
 
 
@@ -220,26 +208,18 @@ class _CheckpointHeader:
             raise UserError(f"got step {self.step}, expected 0 or more")
 
 
-@dataclass(frozen=True)
-class _States:
-    """The content of states.pt: an optimiser's state, and uint8 tensors of random states."""
-
-    optimizer: dict[str, Any]
-    torch_rng: torch.Tensor
-    cuda_rng: list[torch.Tensor]
-
-
-def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Tensor], _States]:
-    """Returns all that lies in a checkpoint; raises UserError unless it is whole."""
+def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Tensor], Any]:
+    """Returns a checkpoint's header, its tensors and the optimiser's state; raises UserError unless
+    it is whole."""
     data = folders.read(path, HEADER, ("model.safetensors", STATES))
     header = from_mapping(_CheckpointHeader, data, str(path / HEADER))
     tensors = _read_tensors(path / "model.safetensors")
     try:
-        states = torch.load(path / STATES, map_location="cpu", weights_only=True)
+        states = torch.load(path / STATES, map_location="cpu", weights_only=True)["optimizer"]
     except Exception as error:  # torch does not say what it raises on a file that is not its own
         reason = brief(error, 200)
         raise UserError(f"cannot read {path / STATES}: {reason}") from error
-    return header, tensors, from_mapping(_States, states, str(path / STATES))
+    return header, tensors, states
 
 
 def _load_average(

@@ -4,8 +4,6 @@ import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 # One row has "step" and either "loss" and train_top1_k, or "accepted_length", top1_k, top5_k and
 # ece_k, the expected calibration error.
 Curve = list[dict[str, float]]
@@ -20,11 +18,12 @@ class TrainingSums:
     correct_K: list[int] = field(default_factory=list)
     count_K: list[int] = field(default_factory=list)
 
-    def add(self, loss: float, counts: dict[str, Tensor]) -> None:
-        """Adds a batch's loss, and its top-1 hits `correct_K` and labelled guesses `count_K`."""
+    def add(self, loss: float, correct_K: list[int], count_K: list[int]) -> None:
+        """Adds a step's loss, and its top-1 hits and labelled guesses."""
         self.loss += loss
-        self.correct_K = _added(self.correct_K, counts["correct_K"].tolist())
-        self.count_K = _added(self.count_K, counts["count_K"].tolist())
+        self.steps += 1
+        self.correct_K = _added(self.correct_K, correct_K)
+        self.count_K = _added(self.count_K, count_K)
 
 
 def _added(sums: list[int], more: list[int]) -> list[int]:

@@ -6,9 +6,11 @@ The feature cache is a folder of flat arrays, one row a token, sequences back to
     loss_T.npy      bool, True at answer tokens
     offset.npy      i64, sequence i is rows offset[i]:offset[i+1]
     feature_TF.npy  bfloat16 bit patterns as u16: features after the final norm, then each tap
-    cache.json      what the cache was made from, and how many sequences are done
+    done_N.npy      bool, True at sequences whose features are there
+    cache.json      what the cache was made from
 
-An interrupted build goes on from the last whole block of sequences.
+Of several processes each computes every n-th sequence. An interrupted build, by however many, goes
+on with the sequences that are not done.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,12 +41,12 @@ from spec_runtime.files.writing import locked, write_atomically
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks
-FEATURES = "feature_TF.npy"
+FEATURES, DONE = "feature_TF.npy", "done_N.npy"
 
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """The contents of cache.json: what the cache is made from, and how many sequences are done.
+    """The contents of cache.json: what the cache is made from.
 
     `target` is the target's fingerprint, `data` a SHA-256 of all tokens and loss masks.
     """
@@ -52,7 +55,6 @@ class CacheFacts:
     taps: tuple[int, ...]
     data: str
     num_features: int
-    sequences_done: int = 0
 
 
 class FeatureCache:
@@ -65,16 +67,17 @@ class FeatureCache:
     def __init__(self, folder: Path, taps: Sequence[int] | None = None) -> None:
         about = _read_facts(folder)
         self.offset = _load(folder / "offset.npy", memory_map=False)
-        if about.sequences_done < self.num_sequences:
+        num_done = int(_load(folder / DONE).sum())
+        if num_done < self.num_sequences:
             raise UserError(
-                f"got feature cache {folder} with {about.sequences_done} of "
-                f"{self.num_sequences} sequences, expected all: run the same command "
-                "again, it goes on from there"
+                f"got feature cache {folder} with {num_done} of {self.num_sequences} sequences, "
+                "expected all: run the same command again, it goes on from there"
             )
         self.token_T, self.loss_T = (_load(folder / f"{x}.npy") for x in ("token_T", "loss_T"))
         self._feature_TF = _load_features(folder, about, int(self.offset[-1]), "r")
         if {len(self.token_T), len(self.loss_T)} != {int(self.offset[-1])}:
             raise _damaged(folder, "its arrays differ in length")
+        self.answers_N = np.add.reduceat(self.loss_T, self.offset[:-1], dtype=np.int64)
         held = list(about.taps)
         wanted = held if taps is None else list(taps)
         if not set(wanted) <= set(held):
@@ -122,46 +125,45 @@ def build(
     fingerprint: str,
     taps: Sequence[int],
     progress: Any = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> FeatureCache:
     """Runs a (bf16) transformers target over every example and stores its features.
 
     A stopped build goes on, and a finished cache that holds more taps is taken as it is.
     `fingerprint` is the target's (`target.fingerprint`). `progress(done, total)` is called with
-    token counts: first with what an earlier build has done, then after each block. Raises
-    UserError if the folder was made from other data, target or taps, if another process writes to
-    it, and if the disk is too small.
+    token counts: first with what an earlier build has done, then after each block. Of `ranks`
+    processes that call this, each computes its share and waits for the others', in the file: a
+    process group would give up after some minutes. Raises UserError if the folder was made from
+    other data, target or taps, if another run writes to it, and if the disk is too small.
     """
-    width = model.config.hidden_size
-    wanted = _facts(examples, width, fingerprint, taps)
-    if not _is_complete(folder, wanted, width, len(examples)):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
-            _build(folder, examples, model, wanted, progress)
-    elif progress:
-        total = sum(len(example.token_T) for example in examples)
-        progress(total, total)
+    wanted = _facts(examples, model.config.hidden_size, fingerprint, taps)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if rank else locked(folder):
+        if not rank and not (folder / "cache.json").is_file():
+            _create(folder, examples, wanted)
+        _wait_until((folder / "cache.json").is_file)
+        about = _matching(folder, wanted, model.config.hidden_size)
+        done_N = _load(folder / DONE, "r+")
+        _fill(folder, examples, model, about, done_N, progress, range(rank, len(examples), ranks))
+        _wait_until(done_N.all)
     return FeatureCache(folder, taps)
 
 
-def wait(
+def is_built(
     folder: Path, examples: Sequence[Example], width: int, fingerprint: str, taps: Sequence[int]
-) -> None:
-    """Waits until another process has built the cache that `build` would build.
-
-    A process group would wait too, but gives up after some minutes, and features take hours.
-    `width` is the target's hidden size. Raises UserError if the folder was made from other data,
-    target or taps.
-    """
-    wanted = _facts(examples, width, fingerprint, taps)
-    while not _is_complete(folder, wanted, width, len(examples)):
-        time.sleep(0.5)
-
-
-def _is_complete(folder: Path, wanted: CacheFacts, width: int, num_sequences: int) -> bool:
-    """Returns whether the folder holds all features; raises UserError as `_matching` does."""
+) -> bool:
+    """Returns whether the folder holds all that `build` would compute with a target of this hidden
+    size; raises UserError if it was made from other data, target or taps."""
     if not (folder / "cache.json").is_file():
         return False
-    return _matching(folder, wanted, width).sequences_done == num_sequences
+    _matching(folder, _facts(examples, width, fingerprint, taps), width)
+    return bool(_load(folder / DONE).all())
+
+
+def _wait_until(is_so: Callable[[], Any]) -> None:
+    while not is_so():
+        time.sleep(0.1)
 
 
 def _facts(
@@ -200,34 +202,37 @@ def _shown(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) > 12 else str(value)
 
 
-def _build(
-    folder: Path, examples: Sequence[Example], model: Any, about: CacheFacts, progress: Any
+def _fill(
+    folder: Path,
+    examples: Sequence[Example],
+    model: Any,
+    about: CacheFacts,
+    done_N: Any,
+    progress: Any,
+    mine: Sequence[int],
 ) -> None:
-    """Does what `build` does, once the folder is locked; `about` says what is wanted."""
-    if (folder / "cache.json").is_file():
-        about = _matching(folder, about, model.config.hidden_size)
-    else:
-        _create(folder, examples, about)
-    with disk.writing(f"features of {_need(examples, about)}", folder):
-        _allocate(folder / FEATURES)
+    """Computes the features of the sequences `mine` that are not done, and marks them in done_N."""
     offset = _load(folder / "offset.npy", memory_map=False)
     stored_TF = _load_features(folder, about, int(offset[-1]), "r+")
-    if progress:
-        progress(int(offset[about.sequences_done]), int(offset[-1]))
-    batch_tokens = BATCH_TOKENS[model.device.type]
-    for start in range(about.sequences_done, len(examples), BLOCK):
-        block = range(start, min(start + BLOCK, len(examples)))
-        for indices in by_length(np.array(block), np.diff(offset), batch_tokens):
+    length_N, batch_tokens = np.diff(offset), BATCH_TOKENS[model.device.type]
+
+    def say() -> None:
+        if progress:
+            progress(int(length_N[done_N].sum()), int(offset[-1]))
+
+    say()
+    left = np.array([i for i in mine if not done_N[i]], dtype=np.int64)
+    for start in range(0, len(left), BLOCK):
+        block = left[start : start + BLOCK]
+        for indices in by_length(block, length_N, batch_tokens):
             rows = _forward([examples[i].token_T for i in indices], model, about.taps)
             for i, row in zip(indices, rows, strict=True):
                 stored_TF[offset[i] : offset[i + 1]] = row
         stored_TF.flush()
+        done_N[block] = True
+        done_N.flush()
         give_back_memory()  # what glibc keeps between batches of other sizes
-        about = dataclasses.replace(about, sequences_done=block.stop)
-        with disk.writing("cache.json", folder):
-            _write_facts(folder, about)
-        if progress:
-            progress(int(offset[block.stop]), int(offset[-1]))
+        say()
 
 
 def _digest(examples: Sequence[Example]) -> str:
@@ -238,26 +243,18 @@ def _digest(examples: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
-def _need(examples: Sequence[Example], about: CacheFacts) -> str:
-    return disk.shown(_bytes(examples, about))
-
-
-def _bytes(examples: Sequence[Example], about: CacheFacts) -> int:
-    num_parts = 1 + len(about.taps)
-    return size_estimate(examples, about.num_features // num_parts, len(about.taps))
-
-
 def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> None:
     """Writes a cache without features yet; raises UserError if the disk is too small for it."""
     folder.mkdir(parents=True, exist_ok=True)
-    need, free = _bytes(examples, about), shutil.disk_usage(folder).free
+    width = about.num_features // (1 + len(about.taps))
+    need, free = size_estimate(examples, width, len(about.taps)), shutil.disk_usage(folder).free
     if need > free:
         raise UserError(
             f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: "
             "use less data, or fewer taps, or set data.store_features = false"
         )
     offset = np.cumsum([0] + [len(e.token_T) for e in examples], dtype=np.int64)
-    with disk.writing(f"features of {_need(examples, about)}", folder):
+    with disk.writing(f"features of {disk.shown(need)}", folder):
         np.save(folder / "offset.npy", offset)
         token_T = np.concatenate([e.token_T for e in examples])
         loss_T = np.concatenate([e.loss_T for e in examples])
@@ -266,7 +263,8 @@ def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> Non
         path, shape = folder / FEATURES, (int(offset[-1]), about.num_features)
         np.lib.format.open_memmap(path, mode="w+", dtype=np.uint16, shape=shape).flush()
         _allocate(path)
-        _write_facts(folder, about)
+        np.save(folder / DONE, np.zeros(len(examples), bool))
+        write_atomically(folder / "cache.json", json.dumps(to_json(about), indent=1))
 
 
 def _allocate(path: Path) -> None:
@@ -288,10 +286,6 @@ def _read_facts(folder: Path) -> CacheFacts:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}, expected a feature cache") from error
     return from_mapping(CacheFacts, found, str(path))
-
-
-def _write_facts(folder: Path, about: CacheFacts) -> None:
-    write_atomically(folder / "cache.json", json.dumps(to_json(about), indent=1))
 
 
 def _load_features(folder: Path, about: CacheFacts, num_rows: int, mode: Literal["r", "r+"]) -> Any:

@@ -17,7 +17,8 @@ from spec_runtime.files.writing import replacing_folder, require_replaceable, sh
 FORMAT = 1
 HEADER, DRAFTER_HEADER = "checkpoint.json", "config.json"
 STEP_PREFIX = "step-"
-CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
+# folders of a run: the newest steps, the best one, what the runtime validates
+CHECKPOINTS, BEST, DRAFTING = "checkpoints", "best", "drafting"
 _STEP = re.compile(rf"{STEP_PREFIX}\d{{8,15}}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

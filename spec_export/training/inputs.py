@@ -9,7 +9,8 @@ from spec_export import drafters
 from spec_export.model import files
 from spec_export.training import folders, recipe
 from spec_runtime.errors import UserError
-from spec_runtime.files.installed import install
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")  # by accelerate's names, which are the modules', too
 
 DEMO = "smollm2-135m"  # the folder of the recipes that tell how each drafter is made
 
@@ -20,7 +21,7 @@ def read(
     out: Path | None = None,
     resume: bool = False,
     init: Path | None = None,
-    tensorboard: bool = False,
+    trackers: Sequence[str] = (),
 ) -> tuple[recipe.Recipe, Path]:
     """Returns the recipe with its overrides, and the folder of the run; see `run.run`.
 
@@ -36,11 +37,13 @@ def read(
     require_run(out, resume, found[-1] if found else None)
     if init is not None:
         folders.require_drafter(init)
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(
-            "got --tensorboard, but TensorBoard is not installed: "
-            f"{install('tensorboard')}, or leave --tensorboard out"
-        )
+    for name in trackers:
+        if name not in TRACKERS:
+            raise UserError(f"got --track {name!r:.40}, expected {', '.join(TRACKERS)}")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"got --track {name}, which is not installed: pip install {name}, or leave it out"
+            )
     return plan, out
 
 

@@ -21,17 +21,15 @@ most of the memory. The adapter and the drafter stay whole in each process.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +40,7 @@ from spec_export.model.hidden_states import features_and_taps
 from spec_export.training import recipe
 from spec_export.training.batches import TokenStore
 from spec_export.training.data import Example
+from spec_export.training.shards import shard
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_export.training.validate import Validation
 from spec_runtime.errors import UserError
@@ -74,27 +73,15 @@ class JointModel(nn.Module):
             layers = self.target.base_model.model.model.layers
             for i, layer in enumerate(layers):
                 p = settings.layer_dropout * (2 ** (i / max(1, len(layers) - 1)) - 1)
-                # before transformers' own hook, which takes the taps
-                layer.register_forward_hook(partial(self._maybe_skip, p), prepend=True)
+                layer.register_forward_hook(partial(self._maybe_skip, p))
         self.train()
 
-    def shard_target(self, device: torch.device) -> tuple[int, int]:
-        """Leaves this process its share of the frozen weights of the target's layers.
-
-        A layer's weights are gathered only while it runs. Returns how many parameters of the target
-        this process holds now, and held before.
-        """
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        before = sum(p.numel() for p in self.target.parameters())
-        whole = {p for p in self.target.parameters() if p.requires_grad}
-        # not the model around the layers: fully_shard changes a module's class, by which
-        # transformers recognises the model
-        for layer in self.target.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
-        shards = {n: p for n, p in self.named_parameters() if isinstance(p, DTensor)}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, list(shards))
-        elsewhere = sum(p.numel() - p.to_local().numel() for p in shards.values())
-        return before - elsewhere, before
+    def shard_target(self, device: torch.device) -> str:
+        """Does what `shard` says for the target's layers."""
+        said = shard(self.target, self.target.base_model.model.model.layers, device)
+        shards = [n for n, p in self.named_parameters() if isinstance(p, DTensor)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, shards)
+        return said
 
     def _maybe_skip(self, p: float, layer: Any, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """Replaces a layer's output by its input for each sequence with probability p."""
@@ -118,8 +105,7 @@ class JointModel(nn.Module):
         self._dropout_generator = generator
         feature = self.features(batch.token_BT)
         self._dropout_generator = None
-        live = Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
-        loss, counts = self.drafter(live, generator)
+        loss, counts = self.drafter(replace(batch, feature_BTF=feature), generator)
         backbone = self.backbone_loss(batch, feature[..., : self.drafter.dims.hidden_size])
         return self.settings.backbone_weight * backbone + self.drafter_weight * loss, counts
 
@@ -178,13 +164,9 @@ class JointTrainer(Trainer):
         self.joint, self.tokenizer = job.plan.joint, tokenizer
         self.joint_model = JointModel(target, job.drafter, self.joint)
         self.is_sharded = shards_target and job.accelerator.num_processes > 1
-        share = None
         if self.is_sharded:
-            held, whole = self.joint_model.shard_target(job.accelerator.device)
-            share = f"{held / whole:.0%} of the target's {whole / 1e6:.1f} M parameters"
+            job.report.line(self.joint_model.shard_target(job.accelerator.device))
         super().__init__(job, TokenStore(examples))
-        if share is not None:
-            job.report.line(f"sharded: a process holds {share}")
 
     def trained_module(self) -> nn.Module:
         return self.joint_model
@@ -206,16 +188,14 @@ class JointTrainer(Trainer):
             ramp = math.sin(math.pi / 2 * progress)
             self.joint_model.drafter_weight = self.joint.drafter_weight * ramp
 
-    def batch(self, indices: np.ndarray) -> Batch:
-        """Returns a batch, for validation with the target's features as they are now.
+    def with_features(self, batch: Batch) -> Batch:
+        """Returns the batch, for validation with the target's features as they are now.
 
         A training step computes its own features, with a gradient, in `JointModel.forward`.
         """
-        batch = super().batch(indices)
         if torch.is_grad_enabled():
             return batch
-        feature = self.joint_model.features(batch.token_BT)
-        return Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
+        return replace(batch, feature_BTF=self.joint_model.features(batch.token_BT))
 
     @torch.no_grad()
     def validate(self) -> Validation:

@@ -1,20 +1,18 @@
-"""Keeps what a training run says of itself: its curve, its lines and its TensorBoard events."""
+"""Keeps what a training run says of itself: its curve, its lines and what trackers get of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from spec_export.report import Report, expected_end
 from spec_export.training import curves, disk, recipe
-from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace, validations_left
 from spec_export.training.validate import VALIDATION_BUDGET, Validation
 
-EVENTS = "tensorboard"  # the folder of a run's TensorBoard events
+PROJECT = "specsplit"  # what trackers call the project, and TensorBoard's folder in a run's
 
 
 @dataclass
@@ -35,26 +33,27 @@ class Log:
     sums: curves.TrainingSums = field(default_factory=curves.TrainingSums)
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
-    _tokens: int = 0  # learnt from in this process's steps
+    _tokens: int = 0  # answers' tokens, of all processes, learnt from since this one began
     _seconds: float = 0.0  # spent in them
     _time_share: float = 0.0  # of max_minutes, at the last step
-    _events: EventWriter | None = None
     _num_written: int = 0  # lines of the curve
 
-    def open_events(self, step: int) -> None:
-        """Writes TensorBoard events from now on; `step` is the last one made."""
-        self._events = EventWriter(self.out / EVENTS, step)
+    def start_trackers(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Starts the accelerator's trackers, which are told the run's settings `facts`; `step` is
+        the last one made, after which TensorBoard drops what an earlier process wrote."""
+        if self.accelerator.log_with:
+            told = {k: v if isinstance(v, int | float) else str(v) for k, v in facts.items()}
+            options = {"tensorboard": {"purge_step": step + 1}}
+            self.accelerator.init_trackers(PROJECT, told, options)
+
+    def _track(self, group: str, row: Mapping[str, float]) -> None:
+        """Sends a row of the curve to the trackers, as `group`/…"""
+        values = {f"{group}/{k.removeprefix('train_')}": v for k, v in row.items() if k != "step"}
+        self.accelerator.log(values, step=int(row["step"]))
 
     def close(self) -> None:
-        """Closes the file of events, if there is one."""
-        if self._events is not None:
-            self._events.close()
-
-    def add_step(self, results: Sequence[tuple[float, dict[str, Tensor]]]) -> None:
-        """Adds a step's losses and counts, one pair for each of its batches."""
-        for loss, counts in results:
-            self.sums.add(loss, counts)
-        self.sums.steps += 1
+        """Ends the trackers' run."""
+        self.accelerator.end_training()
 
     def add_time(self, tokens: int, seconds: float, time_share: float) -> None:
         """Notes that the last step has learnt from `tokens` and taken `seconds`."""
@@ -63,22 +62,15 @@ class Log:
         self._time_share = time_share
 
     def training(self, step: int, is_last: bool) -> None:
-        """Adds a line to the curve from the sums of all processes, and reports it."""
+        """Adds a line to the curve from the sums since the last one, and reports it."""
         tokens_per_second = self._tokens / max(self._seconds, 1e-9)
-        sums, num_guesses = self.sums, len(self.sums.correct_K)
-        own = torch.tensor([sums.loss, *sums.correct_K, *sums.count_K], dtype=torch.float64)
-        loss, *counts = self.accelerator.reduce(own.to(self.accelerator.device), "sum").tolist()
-        loss /= sums.steps * self.accelerator.num_processes
-        accuracy = [
-            hit / max(count, 1)
-            for hit, count in zip(counts[:num_guesses], counts[num_guesses:], strict=True)
-        ]
+        loss, pairs = self.sums.loss / self.sums.steps, (self.sums.correct_K, self.sums.count_K)
+        accuracy = [hit / max(count, 1) for hit, count in zip(*pairs, strict=True)]
         row: dict[str, float] = {"step": step, "loss": loss}
         row |= {f"train_top1_{k}": a for k, a in enumerate(accuracy)}
         self.curve.append(row)
-        if self._events is not None:
-            speed = {"tokens_per_second": tokens_per_second} if self._seconds else {}
-            self._events.add("train", row | self.rates | speed)
+        speed = {"tokens_per_second": tokens_per_second} if self._seconds else {}
+        self._track("train", row | self.rates | speed)
         shown = " ".join(f"{a:.3f}" for a in accuracy)
         of_all = "" if self.settings.ends_by_time_alone else f"/{self.total_steps}"
         self.report.line(
@@ -112,8 +104,7 @@ class Log:
             f"validation: top-1 {top1} | top-5 {top5} | accepted length "
             f"{result.accepted_length:.3f} ({VALIDATION_BUDGET.max_nodes} nodes)"
         )
-        if self._events is not None:
-            self._events.add("validation", row)
+        self._track("validation", row)
         self.write_curve()
 
     def write_curve(self) -> None:

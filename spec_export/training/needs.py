@@ -9,7 +9,6 @@ from spec_export.training import disk
 from spec_export.training.trainer import TrainingJob
 
 LIBRARIES = 700_000_000  # torch, transformers and accelerate
-PER_TARGET_WEIGHT = 8  # bytes while it is read: in float32, and once more
 PER_TRAINED_WEIGHT = 16  # the weight, its gradient and AdamW's two moments
 PER_BATCH_NUMBER = 900  # bytes that a step keeps of each number of a batch's features
 
@@ -35,7 +34,7 @@ def say(
     checkpoint = own + num_trained * (8 + 4 * (settings.ema > 0))  # moments, average
     kept = settings.keep_checkpoints + 1 + has_held_out  # one is written before another goes
     merged = 4 * target_weights if job.plan.joint else 0
-    width = 2 if settings.precision == "bf16" else 4
+    width = 2 if settings.precision == "bf16" and not merged else 4
     held = merged or (0 if features else width * target_weights)
     steps = of_steps(drafter, num_trained, settings.batch_tokens, held)
     parts = [f"{kept} checkpoints of {disk.shown(checkpoint)}"]
@@ -45,7 +44,7 @@ def say(
         parts.append(f"the merged target of {disk.shown(merged)}")
     disk.foretell(
         "training",
-        LIBRARIES + max(PER_TARGET_WEIGHT * target_weights, steps),
+        LIBRARIES + max((width + 1) * target_weights, steps),  # while it is read: a byte for parts
         features + kept * checkpoint + merged + own,
         job.out,
         job.report,

@@ -62,7 +62,7 @@ class DataSection:
     resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
     listed; "" stands for rows that have none. `allow_other_target` takes answers although another
     model than the target wrote them. Without `store_features` the target computes its features in
-    each step.
+    each step; with "auto" it does so on a GPU.
     """
 
     path: Annotated[str | tuple[str, ...], Must(_are_named, "one file or a list of files")]
@@ -70,7 +70,7 @@ class DataSection:
     validation_fraction: Share = 0.02
     sources: tuple[str, ...] | None = None
     allow_other_target: bool = added_later(False)
-    store_features: bool = added_later(True)
+    store_features: bool | Literal["auto"] = added_later("auto")
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,14 @@ class ExportSection:
 
 
 @dataclass(frozen=True)
+class ValidateSection:
+    """[validate]: with `engine` the accepted length of a validation is that of the runtime, which
+    drafts on held-out prompts with a bundle that is built for it; else it is simulated."""
+
+    engine: bool = added_later(False)
+
+
+@dataclass(frozen=True)
 class JointSection:
     """[joint]: trains the target too, through a LoRA adapter; see joint.py.
 
@@ -206,6 +214,7 @@ class Recipe:
     data: DataSection
     train: TrainSection
     export: ExportSection
+    validate: ValidateSection
     joint: JointSection | None = None
     folder: Path = field(default=Path(), compare=False)
 
@@ -213,6 +222,8 @@ class Recipe:
         name = self.drafter.get("name")
         if not isinstance(name, str) or not name:
             raise UserError(f"[drafter].name: got {name!r:.80}, expected the name of a drafter")
+        if self.validate.engine and self.joint:
+            raise UserError("got validate.engine with [joint], expected a target that is frozen")
 
     @property
     def drafter_name(self) -> str:
@@ -263,6 +274,7 @@ SECTIONS: dict[str, type | None] = {
     "data": DataSection,
     "train": TrainSection,
     "export": ExportSection,
+    "validate": ValidateSection,
     "joint": JointSection,
 }
 OPTIONAL = ("joint",)  # leaving the section out is not the same as taking its defaults

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from spec_export.training.checkpoint import Checkpoint
@@ -23,14 +22,15 @@ FREE_KEYS = (
 @dataclass(frozen=True)
 class RunState:
     """Holds what a checkpoint says of its run: the curve, the sums since its last line, the
-    processes.
+    processes, the batches of a step.
 
-    `processes` is None in a checkpoint that was written before it was kept.
+    The last two are None in a checkpoint that was written before they were kept.
     """
 
     curve: list[dict[str, int | float]]
     log: TrainingSums = field(default_factory=TrainingSums)
     processes: int | None = None
+    batches_per_step: int | None = None
 
 
 def run_state(state: Checkpoint) -> RunState:
@@ -43,7 +43,7 @@ def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list
 
     Raises UserError, which names key and values, if a key that the weights depend on has changed.
     """
-    was, now = _flat(state.provenance.get("recipe")), _flat(recipe)
+    was, now = flat(state.provenance.get("recipe")), flat(recipe)
     changed = {
         key: [was.get(key), now.get(key)]
         for key in sorted(was.keys() | now.keys())
@@ -62,15 +62,6 @@ def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list
     return changed
 
 
-def require_same_processes(path: Path, processes: int | None, now: int) -> None:
-    """Raises UserError if the run had another number of processes, and so other batches."""
-    if processes not in (None, now):
-        raise UserError(
-            f"{path} was trained by {processes} processes, got {now}, which would make another "
-            f"batch of each step: launch {processes} of them again"
-        )
-
-
 def require_same_init(state: Checkpoint, init: Mapping[str, Any] | None) -> None:
     """Raises UserError unless the run goes on with the `--init` that it was started with.
 
@@ -86,7 +77,7 @@ def require_same_init(state: Checkpoint, init: Mapping[str, Any] | None) -> None
         )
 
 
-def _flat(recipe: Any) -> dict[str, Any]:
+def flat(recipe: Any) -> dict[str, Any]:
     """Returns a recipe's values by "section.key"."""
     sections = recipe if isinstance(recipe, Mapping) else {}
     return {

@@ -1,8 +1,8 @@
 """Trains a drafter from a recipe: reads the data, chooses the trainer, and writes the drafter.
 
-With a frozen target its features are computed once and stored, or in each step if the recipe says
-so, and the drafter is trained on them (trainer.py). With a [joint] section an adapter on the target
-trains too (joint.py).
+With a frozen target its features are computed once and stored, or, as by default on a GPU, in each
+step, and the drafter is trained on them (trainer.py). With a [joint] section an adapter on the
+target trains too (joint.py).
 """
 
 import os
@@ -23,13 +23,15 @@ from spec_export import drafters
 from spec_export.model import target
 from spec_export.model.config import read_config
 from spec_export.model.decoder import Backbone
+from spec_export.model.ends import TargetEnds
 from spec_export.report import SILENT, Report
 from spec_export.training import bigrams, checkpoint, data, features, inputs, needs, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.batches import TokenStore
 from spec_export.training.folders import BEST, CHECKPOINTS
 from spec_export.training.precision import fast_precision
-from spec_export.training.trainer import Trainer, TrainingJob
+from spec_export.training.shards import shard
+from spec_export.training.trainer import Drafts, Trainer, TrainingJob
 from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
@@ -41,8 +43,9 @@ def run(
     resume: bool = False,
     cache: Path | None = None,
     init: Path | None = None,
-    tensorboard: bool = False,
+    trackers: Sequence[str] = (),
     report: Report = SILENT,
+    drafts: Drafts | None = None,
 ) -> Path:
     """Trains as the recipe says and returns the drafter's folder (`drafter.safetensors`,
     `config.json`); the curves are in the folder above it.
@@ -50,15 +53,21 @@ def run(
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
     feature cache (out/features); init: a drafter of the same shape to start from, or the run that
     made it. If it learnt an output head of its own, its draft vocabulary is taken over too.
-    tensorboard: write TensorBoard events into `out`/tensorboard.
+    drafts: measures a drafter in the runtime, for recipes with `validate.engine`, see
+    check/drafting.py.
+    trackers: some of `inputs.TRACKERS`, which get the curves; TensorBoard's events are in `out`.
     Raises UserError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
-    set, if the training diverges, and if TensorBoard is wanted and not installed.
+    set, if the training diverges, and if a tracker is unknown or not installed.
     """
     keep_big_blocks()
-    plan, out = inputs.read(recipe_path, overrides or [], out, resume, init, tensorboard)
+    plan, out = inputs.read(recipe_path, overrides or [], out, resume, init, trackers)
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
+    if plan.validate.engine and drafts is None:
+        raise UserError(
+            "got validate.engine and no `drafts`, expected what measures in the runtime"
+        )
     source = target.resolve(plan.model, report, plan.base)
     if plan.train.precision == "auto":
         chosen = fast_precision()
@@ -68,7 +77,9 @@ def run(
         newest = checkpoint.latest(out / CHECKPOINTS)
         inputs.require_run(out, resume, newest)
         cache = cache or out / "features"
-        trainer = _new_trainer(plan, module, config, source, out, cache, init, tensorboard, report)
+        trainer = _new_trainer(plan, module, config, source, out, cache, init, trackers, report)
+        if plan.validate.engine:
+            trainer.job = replace(trainer.job, drafts=drafts)
         if newest is not None:
             trainer.resume(newest)
         trainer.train()
@@ -102,7 +113,7 @@ def _new_trainer(
     out: Path,
     cache: Path,
     init: Path | None,
-    tensorboard: bool,
+    trackers: Sequence[str],
     report: Report,
 ) -> Trainer:
     """Returns the trainer that the recipe asks for, at its first step; builds the feature cache."""
@@ -110,66 +121,66 @@ def _new_trainer(
     if not plan.data.allow_other_target:
         data.require_target(plan.data_paths, source.name, fingerprint)
     taps = tuple(config.taps)
-    raw, tokenizer = target.read_config(source), target.load_tokenizer(source)
+    outline, weights, tokenizer = target.open_weights(source)
+    raw = outline.config
     decoder = read_config(raw, taps, min(plan.data.max_length, raw.max_position_embeddings))
     examples = data.read(plan.data_paths, tokenizer, decoder.max_length, plan.data.sources)
     data.require_vocabulary(examples, raw.vocab_size)
     training, held_out = data.split(examples, plan.data.validation_fraction)
     saved = None if init is None else _read_init(init, plan.drafter_name)
-    model, _ = target.load(source)  # all that is read before is small
-    backbone = Backbone.from_transformers(model, taps, decoder.max_length)
-    drafter = _new_drafter(plan, module, config, backbone, tokenizer, training)
+    ends = target.ends(Backbone.deferred(raw, weights, taps, decoder.max_length))
+    drafter = _new_drafter(plan, module, config, ends, tokenizer, training)
     provenance = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
     if decoder.rope_factors is not None:
         provenance["rope_factors"] = decoder.rope_factors
     if saved is not None:
-        drafter = _started_from(saved, drafter, backbone)
+        drafter = _started_from(saved, drafter, ends)
         provenance["init"] = checkpoint.origin(saved)
-    del backbone  # it would keep fused matrices in float32 while the features are computed
     table = None
     if plan.export.bigrams and drafter.is_one_pass:
         ids = drafter.draft_token_ids.cpu().numpy()
         table = bigrams.table(training, ids, raw.vocab_size)
         if table is not None:
             drafter.add_bigrams(table)  # validation reads it
-    accelerator, wants_shards = _accelerator(plan)
+    accelerator, wants_shards = _accelerator(trackers, out)
     report = report if accelerator.is_main_process else SILENT
-    job = TrainingJob(
-        plan, drafter, len(training), out, provenance, accelerator, tensorboard, table, report
-    )
+    job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator, table, report)
     report.line(f"{len(training)} sequences to train on, {len(held_out)} held out")
-    target_weights = model.num_parameters()
+    target_weights = outline.num_parameters()
     if plan.joint is not None:
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
 
         provenance["target_modified"] = True
+        model, _ = target.load(source)
         trainer = JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
         groups = trainer.parameter_groups()
         trained = [parameter for group in groups for parameter in group["params"]]
         needs.say(job, trainer.saved_state(), trained, target_weights, 0, bool(held_out))
         return trainer
-    examples = training + held_out
+    examples, stores = training + held_out, plan.data.store_features
+    if stores == "auto":
+        stores = accelerator.device.type != "cuda"
     size = 0
-    if plan.data.store_features:
+    if stores:
         size = features.size_estimate(examples, raw.hidden_size, len(taps))
     trained = [parameter for _, group in drafter.trained_groups() for parameter in group]
     needs.say(job, drafter, trained, target_weights, size, bool(held_out))
-    if wants_shards:
-        report.line("FSDP: nothing to shard, a frozen target is whole in every process")
     dtype = torch.bfloat16 if plan.train.precision == "bf16" else torch.float32
-    if not plan.data.store_features:
-        model = model.to(accelerator.device, dtype)
+    if not stores:
+        model, _ = target.load(source, dtype)
+        if wants_shards and accelerator.num_processes > 1:
+            report.line(shard(model, model.model.layers, accelerator.device))
+        model.to(accelerator.device)
         return Trainer(job, TokenStore(examples), partial(features.of_tokens, model, taps))
-    if accelerator.is_main_process:
-        model = model.to(accelerator.device, dtype)
+    if not features.is_built(cache, examples, raw.hidden_size, fingerprint, taps):
+        model, _ = target.load(source, dtype)
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        model.to(accelerator.device)
         with report.progress("features") as advance:
-            features.build(cache, examples, model, fingerprint, taps, advance)
-    else:
-        features.wait(cache, examples, raw.hidden_size, fingerprint, taps)
-    accelerator.wait_for_everyone()
-    del model  # training reads stored features: the target's memory is free again
+            features.build(cache, examples, model, fingerprint, taps, advance, rank, ranks)
+        del model  # training reads stored features
     return Trainer(job, features.FeatureCache(cache, taps))
 
 
@@ -177,23 +188,20 @@ def _new_drafter(
     plan: recipe.Recipe,
     module: ModuleType,
     config: Any,
-    backbone: Backbone,
+    ends: TargetEnds,
     tokenizer: Any,
     training: Sequence[data.Example],
 ) -> Any:
-    """Returns an untrained drafter for the target's `backbone`, with the recipe's draft
-    vocabulary."""
+    """Returns an untrained drafter for the target's `ends`, with the recipe's draft vocabulary."""
     draft_token_ids = None
     if plan.export.draft_vocab:
-        counts_V = data.count_tokens(
-            training, backbone.config.vocab_size, plan.export.draft_vocab_prompts
-        )
+        counts_V = data.count_tokens(training, len(ends.embed_VD), plan.export.draft_vocab_prompts)
         chosen = data.most_frequent_tokens(
             counts_V, plan.export.draft_vocab, tokenizer.all_special_ids
         )
         draft_token_ids = torch.from_numpy(chosen)
     torch.manual_seed(plan.train.seed)
-    return module.Drafter(config, target.ends(backbone), draft_token_ids)
+    return module.Drafter(config, ends, draft_token_ids)
 
 
 def _read_init(init: Path, name: str) -> checkpoint.SavedDrafter:
@@ -206,7 +214,7 @@ def _read_init(init: Path, name: str) -> checkpoint.SavedDrafter:
     return saved
 
 
-def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, backbone: Backbone) -> Any:
+def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, ends: TargetEnds) -> Any:
     """Returns the drafter with the weights of `saved`, another run's.
 
     The rows of a trained output head belong to the draft vocabulary that it was trained with, which
@@ -220,16 +228,17 @@ def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, backbone: Backbo
                 f"got --init {saved.path} with a head over {len(old_ids)} tokens, expected one "
                 f"over {len(new_ids)}: set export.draft_vocab to {len(old_ids)}"
             )
-        ends = target.ends(backbone)
         drafter = type(drafter)(drafter.config, ends, torch.from_numpy(old_ids))
     saved.load_into(drafter)
     return drafter
 
 
-def _accelerator(plan: recipe.Recipe) -> tuple[Accelerator, bool]:
+def _accelerator(trackers: Sequence[str], out: Path) -> tuple[Accelerator, bool]:
     """Returns the accelerator, and whether `accelerate launch` was asked for FSDP."""
     # accelerate's own FSDP would cut up the drafter, which is small and used outside of `forward`
     wants_shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     exchange = DistributedDataParallelKwargs(broadcast_buffers=False)
-    return Accelerator(kwargs_handlers=[exchange]), wants_shards
+    log_with: Any = list(trackers) or None
+    accelerator = Accelerator(log_with=log_with, project_dir=out, kwargs_handlers=[exchange])
+    return accelerator, wants_shards

@@ -1,16 +1,18 @@
 """Runs the training loop: AdamW over batches of sequences, validated with the tree in use.
 
-A drafter is used only through its `loss` and `guesses`. Each step's randomness comes from (seed,
-step, process), so that a resumed run repeats an uninterrupted one. Under `accelerate launch` every
-process takes its share of a step's batches.
+A drafter is used only through its `loss` and `guesses`. A step takes several batches, under
+`accelerate launch` every process its share of them, and its loss is a mean over the answer tokens
+of all. Each batch's randomness comes from (seed, step, its place in the step), so that a resumed
+run repeats an uninterrupted one, and two processes draw what one would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +27,9 @@ from spec_export.report import SILENT, Report
 from spec_export.training import batches, checkpoint, disk, folders, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
-from spec_export.training.folders import BEST, CHECKPOINTS
+from spec_export.training.folders import BEST, CHECKPOINTS, DRAFTING
 from spec_export.training.log import Log
-from spec_export.training.validate import Validation, held_out_sequences, validate
+from spec_export.training.validate import QUESTIONS, Validation, held_out_sequences, validate
 from spec_runtime.errors import UserError
 from spec_runtime.files.machine import give_back_memory
 from spec_runtime.files.writing import remove_folder
@@ -37,14 +39,18 @@ from spec_runtime.files.writing import remove_folder
 GIVE_BACK_EVERY = 50
 
 
+# Returns the runtime's accepted length with a folder's drafter on sequences (token_T, loss_T).
+Drafts = Callable[[recipe.Recipe, Path, Sequence[tuple[Tensor, Tensor]]], float]
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     """The task that a trainer is given.
 
     The first `num_training` sequences train, the rest validates. `out` is the folder for
     checkpoints, curves and the drafter, `provenance` the facts that are saved with it.
-    `writes_events` asks for TensorBoard events as well. `bigrams` is the table of a one-pass
-    drafter, see bigrams.py. `report` is silent in all processes but the first.
+    `bigrams` is the table of a one-pass drafter, see bigrams.py. `drafts` measures validations'
+    accepted length, which is else simulated. `report` is silent in all processes but the first.
     """
 
     plan: recipe.Recipe
@@ -53,9 +59,25 @@ class TrainingJob:
     out: Path
     provenance: dict[str, Any]
     accelerator: Accelerator
-    writes_events: bool = False
     bigrams: Table | None = None
     report: Report = SILENT
+    drafts: Drafts | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some sequences of a step, `indices`, which one process runs at a time.
+
+    `number` is their place among the step's batches, `weight` their share of its answer tokens, 0
+    where a process has fewer batches than the others and takes one of theirs. `is_last` says that
+    it is this process's last of the step, whose batches have `step_answers` answer tokens in all.
+    """
+
+    indices: np.ndarray
+    number: int
+    weight: float
+    is_last: bool
+    step_answers: int
 
 
 class Trainer:
@@ -87,8 +109,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(trained, optimizer)
         self.batches_per_step = self.settings.grad_accumulation * self.accelerator.num_processes
         self._epoch, self._order = 0, self.epoch_batches(0)
-        self.steps_per_epoch = -(-len(self._order) // self.batches_per_step)
-        self.total_steps = self.settings.total_steps(self.steps_per_epoch)
+        self._batches_of_first_epoch = len(self._order)
         self.step = 0
         self.log = Log(
             self.settings,
@@ -101,7 +122,14 @@ class Trainer:
         self.average: WeightAverage | None = None
         if self.settings.ema:
             self.average = WeightAverage(self.saved_state(), self.settings.ema)
-        self._states_before_step: _RandomStates | None = None  # None between two steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self._batches_of_first_epoch // self.batches_per_step)
+
+    @property
+    def total_steps(self) -> int:
+        return self.settings.total_steps(self.steps_per_epoch)
 
     # ---- what is trained -------------------------------------------------------------------------
 
@@ -126,9 +154,8 @@ class Trainer:
     def start_step(self) -> None:
         """Prepares the optimiser step that is about to be made; does nothing here."""
 
-    def batch(self, indices: np.ndarray) -> Batch:
-        """Returns the sequences `indices` as one batch, on this process's device."""
-        batch = batches.padded(self.sequences, indices, self.device)
+    def with_features(self, batch: Batch) -> Batch:
+        """Returns the batch with what the drafter reads of the target."""
         if self._features is None:
             return batch
         return replace(batch, feature_BTF=self._features(batch.token_BT))
@@ -145,40 +172,40 @@ class Trainer:
         settings, log, started = self.settings, self.log, time.monotonic()
         share = batches.padding_share(self.sequences.length_N, self.epoch_batches(0))
         self.job.report.line(f"batches: {share:.1%} padding")
-        if self.job.writes_events and self.accelerator.is_main_process:
-            log.open_events(self.step)
+        log.start_trackers(self.step, resume.flat(self.job.provenance["recipe"]))
         is_last = self.step == self.total_steps
+        micro_batches, ahead = itertools.tee(self._coming())
+        indices = (micro_batch.indices for micro_batch in ahead)
+        loaded = batches.loaded(self.sequences, indices, self.device)
+        coming = zip(micro_batches, loaded, strict=True)
         try:
             if self.step:
                 self._report(is_last)  # unless the run was stopped after it had reported this step
             while not is_last:
                 time_share = self.time_share(started)
                 before = time.monotonic()
-                self._states_before_step = _RandomStates.now()
                 self.start_step()
 
-                micro_batches = self._micro_batches(self.step)
-                results, tokens = [], 0
-                for number, indices in enumerate(micro_batches, 1):
-                    batch = self.batch(indices)
-                    results.append(self._backward(batch, number, len(micro_batches)))
-                    tokens += int(batch.loss_BT.sum()) * self.accelerator.num_processes
+                results = []
+                for micro_batch, batch in coming:
+                    results.append(self._backward(micro_batch, self.with_features(batch)))
+                    if micro_batch.is_last:
+                        break
 
                 factor = settings.lr_factor(self.step, self.total_steps, time_share)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group["base_lr"] * factor
                 norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
-                self._require_finite_step(sum(loss for loss, _ in results), float(norm))
+                totals = self._totals(results, norm)
                 with interruption.delayed():  # a checkpoint is of a whole step
                     self.optimizer.step()
                     self.optimizer.zero_grad(set_to_none=True)
                     if self.average is not None:
                         self.average.update(self.step)
                     self.step += 1
-                    log.add_step(results)
-                    self._states_before_step = None
+                    log.sums.add(*totals)
                 log.rates = {"lr": settings.lr * factor, "gradient_norm": float(norm)}
-                log.add_time(tokens, time.monotonic() - before, time_share)
+                log.add_time(micro_batch.step_answers, time.monotonic() - before, time_share)
 
                 is_last = self.step == self.total_steps or time_share >= 1
                 self._report(is_last)
@@ -217,12 +244,19 @@ class Trainer:
         if is_best and not (self.out / BEST / folders.folder_name(self.step)).exists():
             self._save(BEST, keep=1)
 
-    def _require_finite_step(self, loss: float, gradient_norm: float) -> None:
-        """Raises UserError unless loss and gradient of the step are finite in all processes."""
-        own = torch.tensor([[loss, gradient_norm]], dtype=torch.float64, device=self.device)
-        worst = self.accelerator.gather(own).sum(0).tolist()
-        if not all(map(math.isfinite, worst)):
-            raise self._diverged(f"a loss of {worst[0]:.4g} and gradients of norm {worst[1]:.4g}")
+    def _totals(
+        self, results: Sequence[tuple[Tensor, dict[str, Tensor]]], gradient_norm: Tensor
+    ) -> tuple[float, list[int], list[int]]:
+        """Returns the step's loss, hits and labelled guesses of all processes; raises UserError
+        unless loss and gradient are finite in all."""
+        parts = [(loss[None], counts["correct_K"], counts["count_K"]) for loss, counts in results]
+        sums = [torch.stack(part).sum(0).double() for part in zip(*parts, strict=True)]
+        own = torch.cat((gradient_norm[None].double(), *sums))
+        norm, loss, *counts = self.accelerator.reduce(own, "sum").tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(f"a loss of {loss:.4g} and gradients of norm {norm:.4g}")
+        half = len(counts) // 2
+        return loss, [*map(int, counts[:half])], [*map(int, counts[half:])]
 
     def _require_finite_weights(self) -> None:
         """Raises UserError unless all weights that are trained are finite."""
@@ -259,8 +293,13 @@ class Trainer:
         settings = self.settings
         return batches.epoch_batches(length_N, settings.batch_tokens, settings.seed, epoch)
 
-    def _micro_batches(self, step: int) -> list[np.ndarray]:
-        """Returns this process's batches of a step, as sequence indices."""
+    def _coming(self) -> Iterator[MicroBatch]:
+        """Yields this process's batches from the present step on."""
+        for step in range(self.step, self.total_steps):
+            yield from self._micro_batches(step)
+
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        """Returns this process's batches of a step; an epoch's last may have fewer than others."""
         epoch, within = divmod(step, self.steps_per_epoch)
         if self._epoch != epoch:
             self._epoch, self._order = epoch, self.epoch_batches(epoch)
@@ -270,22 +309,32 @@ class Trainer:
         # all have equally many, since each forward pass of a sharded target is one of all processes
         process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
         mine = range(process, process + len(share), num_processes)
-        return [share[i % len(share)] for i in mine]
+        answers = [int(self.sequences.answers_N[indices].sum()) for indices in share]
+        all_answers = sum(answers)
+        return [
+            MicroBatch(
+                indices=share[i % len(share)],
+                number=i,
+                weight=answers[i] / all_answers if i < len(share) else 0.0,
+                is_last=i == mine[-1],
+                step_answers=all_answers,
+            )
+            for i in mine
+        ]
 
-    def _backward(
-        self, batch: Batch, number: int, num_batches: int
-    ) -> tuple[float, dict[str, Tensor]]:
-        """Adds the gradient of a step's batch `number` of `num_batches`; processes exchange theirs
-        at the last one. An epoch's last step may have fewer batches than the others."""
-        seed = self.settings.seed * 1_000_003 + self.step
-        seed += 7_368_787 * self.accelerator.process_index
-        is_last = number == num_batches
+    def _backward(self, micro_batch: MicroBatch, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Adds the gradient of a batch's part of the step's loss, and returns this part and the
+        counts of its guesses. Processes exchange their gradients at their last batch."""
+        seed = self.settings.seed * 1_000_003 + self.step + 7_368_787 * micro_batch.number
+        torch.manual_seed(seed)  # for dropout, which takes no generator
+        is_last, weight = micro_batch.is_last, micro_batch.weight
         waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model)
         with waits:
             with self._autocast():
                 loss, counts = self.model(batch, torch.Generator().manual_seed(seed))
-            self.accelerator.backward(loss / num_batches)
-        return loss.item() / num_batches, {k: v.cpu() for k, v in counts.items()}
+            # the exchange makes a mean of the processes' gradients, where a sum is meant
+            self.accelerator.backward(loss * weight * self.accelerator.num_processes)
+        return loss.detach() * weight, {k: v * (weight > 0) for k, v in counts.items()}
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(
@@ -300,7 +349,13 @@ class Trainer:
         length_N = self.sequences.length_N
         held_out = held_out_sequences(self.job.num_training, length_N)
         groups = batches.by_length(held_out, length_N, self.settings.batch_tokens)
-        return validate((self.batch(indices) for indices in groups), self._guesses)
+        held_out_batches = batches.loaded(self.sequences, groups, self.device)
+        result = validate(map(self.with_features, held_out_batches), self._guesses)
+        if self.job.drafts is None or not self.accelerator.is_main_process:
+            return result
+        asked = [self.sequences.sequence(int(i))[:2] for i in held_out[:QUESTIONS]]
+        drafter = self._save_drafter(self.out / DRAFTING / "drafter")
+        return replace(result, accepted_length=self.job.drafts(self.plan, drafter, asked))
 
     def _guesses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         with self._autocast():
@@ -342,7 +397,12 @@ class Trainer:
                 module,
                 self.optimizer,
                 progress=asdict(
-                    resume.RunState(self.log.curve, self.log.sums, self.accelerator.num_processes)
+                    resume.RunState(
+                        self.log.curve,
+                        self.log.sums,
+                        self.accelerator.num_processes,
+                        self.batches_per_step,
+                    )
                 ),
                 provenance=self.job.provenance,
                 keep=keep,
@@ -358,8 +418,6 @@ class Trainer:
             return
         path = self.out / CHECKPOINTS / folders.folder_name(self.step)
         if checkpoint.latest(self.out / CHECKPOINTS) != path:
-            if self._states_before_step is not None:
-                self._states_before_step.restore()
             if self.average is not None:
                 self.average.put_back()
             self._require_finite_weights()
@@ -371,13 +429,24 @@ class Trainer:
     def resume(self, newest: Path) -> None:
         """Restores the run's newest checkpoint, whose folder `newest` is.
 
-        Raises UserError if it belongs to a run with another recipe, more steps or another number
-        of processes.
+        Where the number of processes has changed, each step keeps its batches and their draws, but
+        the run is not bit for bit what it would have been, and says so. Raises UserError if it
+        belongs to a run with another recipe or more steps.
         """
         state = self._load(newest)
         changed = resume.changed_keys(state, self.job.provenance["recipe"])
         progress = resume.run_state(state)
-        resume.require_same_processes(newest, progress.processes, self.accelerator.num_processes)
+        now = self.accelerator.num_processes
+        was = progress.processes or now
+        of_step = progress.batches_per_step or was * self.settings.grad_accumulation
+        self.batches_per_step = of_step
+        self.log.total_steps = self.total_steps
+        if was != now:
+            changed["processes"] = [was, now]
+            self.job.report.line(
+                f"{newest} was trained by {was} processes, now {now}: each step keeps its batches, "
+                "but sums are rounded in another order"
+            )
         resume.require_same_init(state, self.job.provenance.get("init"))
         if state.step > self.total_steps:
             raise UserError(
@@ -396,7 +465,7 @@ class Trainer:
                     remove_folder(path)
 
     def _load(self, path: Path) -> checkpoint.Checkpoint:
-        """Restores weights, average, optimiser and random states from a checkpoint."""
+        """Restores weights, average and optimiser from a checkpoint."""
         average = None if self.average is None else self.average.tensors
         return checkpoint.load(path, self.saved_state(), self.optimizer, average)
 
@@ -410,8 +479,13 @@ class Trainer:
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
             return folder
-        validation = self.log.newest_validation(self.step)
         self.log.write_curve()
+        return self._save_drafter(folder)
+
+    def _save_drafter(self, folder: Path) -> Path:
+        """Writes the present drafter, with the newest validation that it has, and returns its
+        folder."""
+        validation = self.log.newest_validation(self.step)
         with disk.writing("the drafter", self.out):
             return checkpoint.save_drafter(
                 folder,
@@ -444,21 +518,3 @@ class Trainer:
             f"exporting step {self.step} of {last}, with the best validation: accepted length "
             f"{best['accepted_length']:.3f}"
         )
-
-
-@dataclass(frozen=True)
-class _RandomStates:
-    """Torch's random states, which a checkpoint in the middle of a step takes from its start."""
-
-    cpu: Tensor
-    cuda: list[Tensor]
-
-    @classmethod
-    def now(cls) -> _RandomStates:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return cls(torch.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)

@@ -19,6 +19,7 @@ from spec_runtime.trees.guesses import Guesses
 
 VALIDATION_BUDGET = Budget(max_nodes=16)
 VALIDATION_TOKENS = 40_000  # bounds the time that one validation takes
+QUESTIONS = 16  # sequences of a validation by the runtime
 CALIBRATION_BINS = 10
 # A batch's guesses: token ids i64 and log-probabilities f32, both [B, T-1, K, C], and the pairs
 # f32[B, T-1, K-1, C, C] of conditioned guesses (see Guesses) or None.

@@ -1,9 +1,10 @@
 """Tests the feature cache: what it holds, and what stops, fills or damages it."""
 
-import json
 import re
 import shutil
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_a_cache_whose_array_has_another_shape_is_refused(model: Any, tmp_path: 
 def test_a_stopped_build_goes_on(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taps: tuple[int, ...]
 ) -> None:
+    """Here with two processes, each of which computes its share."""
     monkeypatch.setattr(features, "BLOCK", 2)
     examples = some_examples()
     whole = features.build(tmp_path / "whole", examples, model, "t", taps)
@@ -78,7 +80,7 @@ def test_a_stopped_build_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         features.build(tmp_path / "part", examples, model, "t", taps, stop)
-    done = json.loads((tmp_path / "part" / "cache.json").read_text())["sequences_done"]
+    done = int(np.load(tmp_path / "part" / "done_N.npy").sum())
     assert 0 < done < len(examples)
     with pytest.raises(ValueError, match=f"with {done} of 7 sequences, expected all"):
         features.FeatureCache(tmp_path / "part")
@@ -89,7 +91,11 @@ def test_a_stopped_build_goes_on(
         return forward(tokens, *arguments)
 
     monkeypatch.setattr(features, "_forward", counted)
-    resumed = features.build(tmp_path / "part", examples, model, "t", taps)
+    assert not features.is_built(tmp_path / "part", examples, 32, "t", taps)
+    other = partial(features.build, tmp_path / "part", examples, model, "t", taps, ranks=2)
+    with ThreadPoolExecutor(1) as process:
+        process.submit(other, rank=1)
+        resumed = other()
     assert sum(computed) == len(examples) - done
     for i in range(len(examples)):
         assert torch.equal(resumed.sequence(i)[2], whole.sequence(i)[2])
@@ -169,7 +175,7 @@ def test_a_cache_is_of_a_targets_weights_not_of_its_name(
         train.run(copied, [], tmp_path / "other", cache=finished / "features")
 
 
-@pytest.mark.parametrize("damage", ["cache.json", "feature_TF.npy", "offset.npy", "token_T.npy"])
+@pytest.mark.parametrize("damage", ["cache.json", "feature_TF.npy", "offset.npy", "done_N.npy"])
 def test_a_damaged_cache_is_one_line(
     recipe: Path, finished: Path, tmp_path: Path, damage: str
 ) -> None:

@@ -23,7 +23,7 @@ from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
-from spec_export.training import checkpoint, joint, recipe
+from spec_export.training import batches, checkpoint, joint, recipe
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer
 
@@ -120,8 +120,7 @@ def adapter_of(made: joint.JointTrainer) -> list[Tensor]:
 
 
 def some_batch(made: joint.JointTrainer) -> Batch:
-    with torch.enable_grad():
-        return made.batch(made.epoch_batches(0)[0])
+    return next(batches.loaded(made.sequences, made.epoch_batches(0)[:1], made.device))
 
 
 @pytest.mark.slow
@@ -223,7 +222,6 @@ def test_layer_dropout_skips_deeper_layers_more_often(
     ends = target.ends(Backbone.from_transformers(llama))
     token_BT = torch.randint(98, (400, 3), generator=torch.Generator().manual_seed(0))
     batch = Batch(token_BT, torch.ones(400, 3, dtype=torch.bool), None, torch.full((400,), 3))
-    llama.model(token_BT[:1], output_hidden_states=True)  # leaves transformers' hooks
     drafter = skip_layer.Drafter(skip_layer.Config(layers=2, exit_layers=(3,)), ends)
     settings = recipe.JointSection(layer_dropout=0.8, lora_dropout=0.0)
     model = joint.JointModel(llama, drafter, settings)

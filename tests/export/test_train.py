@@ -6,18 +6,23 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from said import Said
 from tiny_backbone import longrope
 from tiny_target import save_llama
 from tiny_training import curve, stored, train_in_processes
+from workshop import Workshop
 
+import spec_runtime
 from spec_export.build import drafters as bundling
+from spec_export.check import drafting
 from spec_export.model import target
 from spec_export.model.decoder import Backbone
 from spec_export.training import checkpoint, features, precision, trainer
 from spec_export.training import run as train
+from spec_export.training.recipe import Recipe
 from spec_export.training.trainer import Trainer
 
 
@@ -48,97 +53,94 @@ def test_a_run_leaves_a_drafter_and_its_curves(finished: Path) -> None:
     ]
 
 
-# The first process computes its features while the second waits for them, out of the group's sight,
-# which would give up.
-LATE_FEATURES = """
-import pathlib, time
-from spec_export.training import features
-here, wait, forward = pathlib.Path({!r}), features.wait, features._forward
-def waiting(*arguments):
-    (here / "waits").touch()
-    wait(*arguments)
-    (here / "goes on").touch()
-def late(*arguments):
-    for _ in range(6000):
-        if (here / "waits").exists():
-            break
-        time.sleep(0.01)
-    found = forward(*arguments)
-    if (here / "goes on").exists():
-        (here / "early").touch()
-    return found
-features.wait, features._forward = waiting, late
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_twice_the_batches(
     recipe: Path, finished: Path, tmp_path: Path
 ) -> None:
-    """The same optimiser steps, their gradients summed in another order. The second process waits
-    for the features of the first, however long they take."""
-    losses = {}
-    for processes in (1, 2):
-        out = tmp_path / f"{processes}"
-        options = [f"train.grad_accumulation={2 // processes}", "drafter.anchor_fraction=1.0"]
-        options += ["train.ema=0.9", "train.log_every=1"]
-        if processes == 1:
-            train.run(recipe, options, out, cache=finished / "features")
-        else:
-            sets = [word for option in options for word in ("--set", option)]
-            words = ["train", str(recipe), "--out", str(out), *sets]
-            late = LATE_FEATURES.format(str(tmp_path))
-            train_in_processes([(2, {}, str(tmp_path / "log"), words)], late)
-            assert (tmp_path / "waits").exists()
-            assert not (tmp_path / "early").exists()
-        losses[processes] = [float(row["loss"]) for row in curve(out) if row["loss"]]
-    assert len(losses[1]) >= 3
-    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
-    one, two = (stored(tmp_path / n, 7, "average") for n in "12")
+    """The same optimiser steps, their gradients summed in another order: with features that each
+    process computes its share of, and with a sharded target in each step. One process goes on where
+    two were stopped."""
+    shared = ["train.ema=0.9", "train.log_every=1", "train.schedule=constant"]
+    one = [*shared, "train.grad_accumulation=2"]
+    train.run(recipe, one, tmp_path / "one", cache=finished / "features")
+    two, runs = [*shared, "train.grad_accumulation=1"], []
+    for name, environment, options in (
+        ("stored", {}, ["train.max_steps=4"]),
+        ("online", {"ACCELERATE_USE_FSDP": "true"}, ["data.store_features=false"]),
+    ):
+        sets = [word for option in (*two, *options) for word in ("--set", option)]
+        words = ["train", str(recipe), "--out", str(tmp_path / name), *sets]
+        runs.append((2, environment, str(tmp_path / f"{name}.log"), words))
+    train_in_processes(runs)
+    assert "sharded: a process holds" in (tmp_path / "online.log").read_text()
+    assert len(curve(tmp_path / "stored")) == 4 + 2, "validated at 3 and 4"
+    said = Said()
+    train.run(recipe, two, tmp_path / "stored", True, report=said)
+    assert "was trained by 2 processes, now 1: each step keeps its batches" in said.text
+    expected = [float(row["loss"]) for row in curve(tmp_path / "one") if row["loss"]]
+    assert len(expected) == 7
+    for name in ("stored", "online"):
+        losses = [float(row["loss"]) for row in curve(tmp_path / name) if row["loss"]]
+        assert losses == pytest.approx(expected, rel=1e-4 if name == "stored" else 1e-2)
+    weights, others = (stored(tmp_path / name, 7, "average") for name in ("one", "stored"))
     # Adam's first steps follow a gradient's sign, which rounding may turn where it is tiny
-    assert all((one[name] - two[name]).norm() <= 0.01 * one[name].norm() for name in one)
+    for name, weight in weights.items():
+        assert (weight - others[name]).norm() <= 0.01 * weight.norm()
 
 
-def test_a_step_of_fewer_batches_is_their_mean(
-    recipe: Path, finished: Path, tmp_path: Path
-) -> None:
-    """An epoch of one batch gives the same steps, however many batches a step may have."""
+def test_a_steps_loss_is_a_mean_over_its_answer_tokens(copied: Path, tmp_path: Path) -> None:
+    """However they are cut into batches: one of all sequences, or one for each, whose answers are
+    of 8 to 40 tokens. A step of fewer batches than it may have is of these alone."""
+    head, data, rest = copied.read_text().partition("[data]")
+    sizes = "hidden_size = 16\nintermediate_size = 16\nlayers = 1\nnum_heads = 2\ntop_k = 5\n"
+    head = head.partition("[drafter]")[0] + f'[drafter]\nname = "draft_model"\n{sizes}'
+    copied.write_text(head + data + rest)
     losses = []
-    for most in (1, 16):
-        options = ["train.batch_tokens=10000", "train.log_every=1", "train.max_steps=2"]
-        options.append(f"train.grad_accumulation={most}")
-        train.run(recipe, options, tmp_path / f"{most}", cache=finished / "features")
-        losses.append([row["loss"] for row in curve(tmp_path / f"{most}")])
-    assert losses[0] == losses[1]
+    for size in (10_000, 1):
+        options = ["train.max_steps=3", "train.log_every=1", "train.grad_accumulation=64"]
+        train.run(copied, [*options, f"train.batch_tokens={size}"], tmp_path / f"{size}")
+        losses.append([float(row["loss"]) for row in curve(tmp_path / f"{size}") if row["loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_features_computed_in_each_step_are_the_stored_ones(
-    recipe: Path, finished: Path, tmp_path: Path
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for how bfloat16 products of other batches round."""
-    train.run(recipe, ["data.store_features=false"], tmp_path)
-    assert not (tmp_path / "features").exists()
-    rows, expected = ([row for row in curve(out) if row["loss"]] for out in (tmp_path, finished))
-    assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, other in zip(rows, expected, strict=True):
-        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-2)
+    """Bit for bit in fp32, where both run the same batches: here each sequence alone."""
+    monkeypatch.setitem(features.BATCH_TOKENS, "cpu", 1)
+    for stores in ("true", "false"):
+        options = ["train.batch_tokens=1", "train.max_steps=4", f"data.store_features={stores}"]
+        train.run(recipe, options, tmp_path / stores)
+    assert not (tmp_path / "false" / "features").exists()
+    assert curve(tmp_path / "true") == curve(tmp_path / "false")
+    drafters = [tmp_path / stores / "drafter" for stores in ("true", "false")]
+    weights = [(drafter / "drafter.safetensors").read_bytes() for drafter in drafters]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("num_batches", range(1, 6))
 def test_all_processes_have_equally_many_batches(num_batches: int) -> None:
-    """A sharded target needs them all in each forward pass; every batch is somebody's."""
+    """A sharded target needs them all in each forward pass; every batch counts once, by its answer
+    tokens."""
     shares = []
     for process in range(2):
         run = types.SimpleNamespace(
             accelerator=types.SimpleNamespace(process_index=process, num_processes=2),
+            sequences=types.SimpleNamespace(answers_N=np.arange(1, 6)),
             steps_per_epoch=1,
             batches_per_step=6,
             _epoch=0,
-            _order=list(range(num_batches)),
+            _order=[np.array([i]) for i in range(num_batches)],
         )
         shares.append(Trainer._micro_batches(run, 0))  # type: ignore[arg-type]
     assert len(shares[0]) == len(shares[1]) == -(-num_batches // 2)
-    assert {batch for share in shares for batch in share} == set(range(num_batches))
+    assert [[each.is_last for each in share].index(True) for share in shares] == [
+        len(shares[0]) - 1
+    ] * 2
+    weights = np.zeros(num_batches)
+    for each in (*shares[0], *shares[1]):
+        weights[each.indices] += each.weight
+    assert weights == pytest.approx(np.arange(1, num_batches + 1) / sum(range(num_batches + 1)))
 
 
 def changed_target(recipe: Path, **changes: Any) -> None:
@@ -170,6 +172,47 @@ def test_a_one_pass_drafter_has_a_table_of_bigrams_unless_the_recipe_wants_none(
     settings = ["train.max_steps=1", "export.bigrams=false"]
     train.run(recipe, settings, tmp_path, cache=finished / "features")
     assert checkpoint.load_drafter(tmp_path / "drafter").bigrams is None
+
+
+def test_a_validation_may_draft_in_the_runtime(
+    recipe: Path,
+    finished: Path,
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its accepted length is that of a bundle's answers to the held-out questions; here of one that
+    is there already."""
+    bundle = workshop.bundle("parallelspec")
+    built: list[Any] = []
+    asked: list[Any] = []
+
+    def build(options: Any) -> Path:
+        built.append(options)
+        return bundle
+
+    monkeypatch.setattr(drafting, "build", build)
+
+    def drafts(plan: Recipe, drafter: Path, sequences: Any) -> float:
+        asked.extend(sequences)
+        return drafting.accepted_length(plan, drafter, sequences)
+
+    options, cache = ["validate.engine=true", "train.max_steps=1"], finished / "features"
+    folder = train.run(recipe, options, tmp_path, cache=cache, drafts=drafts)
+    assert built[0].drafter_checkpoints == (tmp_path / "drafting" / "drafter",)
+    assert checkpoint.load_drafter(tmp_path / "drafting").provenance["steps"] == 1
+    lengths = [len(token_T) for token_T, _ in asked]
+    assert lengths == features.FeatureCache(cache).length_N[-len(asked) :].tolist()
+    with spec_runtime.load(bundle, lookup=False, profile=False) as engine:
+        answers = [
+            engine.generate(token_T[:start].tolist(), max_new_tokens=len(token_T) - start)
+            for token_T, loss_T in asked
+            for start in [loss_T.tolist().index(True)]
+        ]
+    tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+    steps = sum(answer.stats.steps for answer in answers)
+    found = checkpoint.load_drafter(folder).provenance["validation"]
+    assert found["accepted_length"] == pytest.approx(tokens / steps)
 
 
 def test_training_starts_from_another_drafter(recipe: Path, finished: Path, tmp_path: Path) -> None:
@@ -220,6 +263,7 @@ def test_what_is_slow_here_is_not_chosen(
 
     def building(cache: Path, examples: Any, model: Any, *more: Any) -> Any:
         found.append(str(model.dtype))
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
         return build(cache, examples, model, *more)
 
     monkeypatch.setattr(features, "build", building)

@@ -1,8 +1,6 @@
-"""Tests what a run says of itself: lines, the expected end, TensorBoard events."""
+"""Tests what a run says of itself: lines, the expected end, what trackers get."""
 
 import sys
-import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,10 @@ from said import Said
 from tiny_training import curve, stop_in
 
 from spec_export.cli import main
-from spec_export.training import batches, features, pace
+from spec_export.training import batches, features, log, pace
 from spec_export.training import run as train
-from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace
 from spec_export.training.trainer import Trainer
-from spec_runtime.files.installed import install
 
 
 def test_the_share_of_padding() -> None:
@@ -85,89 +81,61 @@ def test_each_line_but_the_last_says_when_the_run_ends(
     assert asked == [(2, 3, None), (1, 2, None)]
 
 
-Points = dict[tuple[str, int], list[float]]
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Points:
-    """Replaces TensorBoard's writer; returns what a reader sees, by tag and step."""
-    points: Points = {}
-
-    class SummaryWriter:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            assert Path(folder).name == "tensorboard"
-            for key in [key for key in points if key[1] >= purge_step]:
-                del points[key]
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            points.setdefault((tag, step), []).append(value)
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    monkeypatch.setattr(module, "SummaryWriter", SummaryWriter, raising=False)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    installed = types.ModuleType("tensorboard")
-    installed.__spec__ = ModuleSpec("tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", installed)
-    return points
-
-
-def test_events_are_the_curve_also_of_a_resumed_run(
-    recipe: Path, finished: Path, tmp_path: Path, events: Points, monkeypatch: pytest.MonkeyPatch
+def test_trackers_get_the_curve_also_of_a_resumed_run(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is killed after step 5, of which it has logged everything, and goes on from step 4.
 
-    Steps 5 and on are written twice, and a reader sees the second time alone.
+    Steps 5 and on are written twice, and TensorBoard shows the second time alone.
     """
-    options, cache = ["train.log_every=1"], finished / "features"
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options, cache, trackers = ["train.log_every=1"], finished / "features", ["tensorboard"]
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_save_interrupted", lambda trainer: None)
         patch.setattr(Trainer, "_backward", stop_in(Trainer, "_backward", 11, SystemExit(1)))
         with pytest.raises(SystemExit):
-            train.run(recipe, options, tmp_path, cache=cache, tensorboard=True)
-    assert ("train/loss", 5) in events
-    train.run(recipe, options, tmp_path, True, cache, tensorboard=True)
-    assert all(len(values) == 1 for values in events.values())
-    steps = {tag: sorted(step for t, step in events if t == tag) for tag, _ in events}
-    every = [*range(1, 8)]
-    for name in ("loss", "lr", "gradient_norm", "tokens_per_second", "top1_0", "top1_2"):
-        assert steps[f"train/{name}"] == every, name
-    for name in ("accepted_length", "top1_0", "top5_2", "ece_1"):
-        assert steps[f"validation/{name}"] == [3, 6, 7], name
-    rows = [row for row in curve(tmp_path) if row["loss"]]
-    assert [events["train/loss", k][0] for k in every] == [float(row["loss"]) for row in rows]
-    assert max(events["train/lr", k][0] for k in every) == 3e-3
-
-
-def test_real_event_files_have_each_point_once(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for first, losses in ((0, (3.0, 2.0, 1.5)), (2, (1.0,))):
-        writer = EventWriter(tmp_path, first)
-        for step, loss in enumerate(losses, first + 1):
-            writer.add("train", {"step": step, "loss": loss, "train_top1_0": 0.5})
-        writer.close()
-    reader = EventAccumulator(str(tmp_path))
+            train.run(recipe, options, tmp_path, cache=cache, trackers=trackers)
+    train.run(recipe, options, tmp_path, True, cache, trackers=trackers)
+    reader = EventAccumulator(str(tmp_path / log.PROJECT))
     reader.Reload()
-    assert [(e.step, e.value) for e in reader.Scalars("train/loss")] == [(1, 3), (2, 2), (3, 1)]
-    assert len(reader.Scalars("train/top1_0")) == 3
+
+    def points(tag: str) -> dict[int, float]:
+        events = reader.Scalars(tag)
+        assert len({event.step for event in events}) == len(events), tag
+        return {event.step: event.value for event in events}
+
+    for name in ("loss", "lr", "gradient_norm", "tokens_per_second", "top1_0", "top1_2"):
+        assert list(points(f"train/{name}")) == [*range(1, 8)], name
+    for name in ("accepted_length", "top1_0", "top5_2", "ece_1"):
+        assert list(points(f"validation/{name}")) == [3, 6, 7], name
+    rows = [row for row in curve(tmp_path) if row["loss"]]
+    losses = [float(row["loss"]) for row in rows]
+    assert list(points("train/loss").values()) == pytest.approx(losses)
+    assert max(points("train/lr").values()) == pytest.approx(3e-3)
 
 
-def test_missing_tensorboard_is_one_line_before_anything_is_written(
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensorboard", "got --track tensorboard, which is not installed: pip install tensorboard"),
+        ("tensorbord", "got --track 'tensorbord', expected tensorboard, wandb, mlflow"),
+    ],
+)
+def test_a_missing_tracker_is_one_line_before_anything_is_written(
     recipe: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    name: str,
+    message: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as ended:
-        main(["train", str(recipe), "--tensorboard", "--out", str(out)])
+        main(["train", str(recipe), "--track", name, "--out", str(out)])
     assert ended.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"TensorBoard is not installed: {install('tensorboard')}" in said
+    assert message in said
     assert not out.exists()

@@ -105,14 +105,19 @@ def test_a_resumed_run_may_go_on_longer_and_say_more(
     ]
 
 
-def test_a_resumed_run_has_as_many_processes(recipe: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_may_have_another_number_of_processes(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
     path = shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints") / "step-00000007"
     header = json.loads((path / "checkpoint.json").read_text())
     assert header["progress"]["processes"] == 1
-    header["progress"]["processes"] = 2
+    header["progress"] |= {"processes": 2, "batches_per_step": 4}
     (path / "checkpoint.json").write_text(json.dumps(header))
-    with pytest.raises(ValueError, match="was trained by 2 processes, got 1"):
-        train.run(recipe, out=tmp_path, resume=True, cache=finished / "features")
+    said = Said()
+    train.run(recipe, None, tmp_path, True, finished / "features", report=said)
+    assert "was trained by 2 processes, now 1: each step keeps its batches" in said.text
+    saved = checkpoint.load_drafter(tmp_path / "drafter")
+    assert saved.provenance["resumed"] == [{"step": 7, "changed": {"processes": [2, 1]}}]
     header["progress"]["curve"] = "none"
     (path / "checkpoint.json").write_text(json.dumps(header))
     with pytest.raises(ValueError, match=r"progress\.curve: got str 'none', expected a list"):

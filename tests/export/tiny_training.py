@@ -126,14 +126,12 @@ for num_processes, environment, log, words in json.loads(sys.argv[1]):
 """
 
 
-def train_in_processes(
-    runs: Sequence[tuple[int, dict[str, str], str, list[str]]], patches: str = ""
-) -> None:
+def train_in_processes(runs: Sequence[tuple[int, dict[str, str], str, list[str]]]) -> None:
     """Trains each of some runs in as many processes as it asks for, with what `accelerate launch`
     would tell them. They are forks, which need not import PyTorch again.
 
     runs: of each its number of processes, more of their environment, the file of what they say on
-    stderr, and the words of `spec-export`. patches: Python that is run before.
+    stderr, and the words of `spec-export`.
     """
-    command = [sys.executable, "-c", patches + FORKED, json.dumps(runs)]
+    command = [sys.executable, "-c", FORKED, json.dumps(runs)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

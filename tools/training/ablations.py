@@ -62,7 +62,8 @@ def study(args: argparse.Namespace) -> int:
     if not args.data.is_file():
         raise UserError(f"got --data {args.data}, expected a file of chat rows")
     runs = runs_of(args.recipe, args.variant)
-    common = [f"data.path={json.dumps(str(args.data.resolve()))}", *args.set]
+    common = [f"data.path={json.dumps(str(args.data.resolve()))}", "data.store_features=true"]
+    common += args.set
     for path, _ in runs.values():
         recipe.load(path, common)  # a wrong override is told before anything is trained
     if not (args.out / FIRST_STEPS / "drafter").exists():
