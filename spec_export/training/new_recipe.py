@@ -68,6 +68,7 @@ def write(
         recipe.ExportSection(
             draft_vocab=vocabulary(shape.vocab_size, rows.coverage), draft_vocab_prompts=1.0
         ),
+        recipe.ValidateSection(),
         folder=folder,
     )
     sizes, machine = estimates.sizes(plan, raw, shape), estimates.machine(gpus)
