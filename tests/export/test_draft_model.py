@@ -91,7 +91,7 @@ def test_it_needs_no_features() -> None:
     drafter, batch = make_drafter(NAME), make_batch((9, 5))
     blind = dataclasses.replace(batch, feature_BTF=None)
     assert drafter.loss(blind)[0].item() == drafter.loss(batch)[0].item()
-    with pytest.raises(ValueError, match="soft labels need them"):
+    with pytest.raises(ValueError, match="without the target's features"):
         make_drafter(NAME, soft_weight=0.5).loss(blind)
 
 
