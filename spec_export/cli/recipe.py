@@ -69,4 +69,4 @@ def command(
     if data:
         next_command.say("recipe", out)
     else:
-        next_command.say("prompts", out.parent / "answers.jsonl", model, base)
+        next_command.say("prompts", out.parent / "answers.jsonl", model, base, made=out)

@@ -31,7 +31,14 @@ def after(verb: str, result: Path, model: str | None = None, base: str | None = 
     return " ".join([program(first), shlex.join(said)])
 
 
-def say(verb: str, result: Path, model: str | None = None, base: str | None = None) -> None:
-    """Prints on the standard error where the result of `verb` lies and what comes next."""
-    line = f"{result} is ready. Next: {after(verb, result, model, base)}"
+def say(
+    verb: str,
+    result: Path,
+    model: str | None = None,
+    base: str | None = None,
+    made: Path | None = None,
+) -> None:
+    """Prints on the standard error where the result of `verb` lies, at `made` if the next command
+    does not read it, and what comes next."""
+    line = f"{made or result} is ready. Next: {after(verb, result, model, base)}"
     Console(stderr=True).print(visible(line), soft_wrap=True)

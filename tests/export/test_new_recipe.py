@@ -143,6 +143,7 @@ def test_the_commands_of_the_page_lead_to_a_drafter(
         code, out, said = run(verb, *words, main=MAINS[program])
         assert code == 0, said
         assert f" {following} " in said.splitlines()[-1]
+        assert Path(said.splitlines()[-1].partition(" is ready. Next: ")[0]).exists()
         if "--data" in words:
             assert re.search(r"features: disk .* tokens × \(2 × 64 wide × 2 \+ 5\)", out)
             assert recipe.load("mine.toml").export.draft_vocab is None, "98 tokens are few"
