@@ -88,7 +88,7 @@ def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     assert set(manifest.files) == set(contents(folder)) - {"manifest.json"}
     info = manifest.target
     assert (info.family, info.precision, info.max_length, info.taps) == ("llama", "fp32", 256, (1,))
-    assert info.dims == bundles.Dims(98, 64, 2, 4, 2, 16)
+    assert info.dims == bundles.Dims(98, 64, 2, 4, 2, 64)
     assert info.rope["type"] == "default"
     assert manifest.name == "llama"
     assert manifest.tokenizer.special_ids == {"bos": 0, "eos": [1], "pad": None}
@@ -132,6 +132,7 @@ def test_a_cpu_has_trees_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BuildOptions(precision="fp32").tree == tree
     for gpu in (BuildOptions(device="cuda", precision="fp32"), BuildOptions(backend="tensorrt")):
         assert gpu.tree == build_options.DEFAULT_TREE
+    assert BuildOptions(device="cuda", precision="fp8").tree["max_nodes"] == 8
 
 
 def test_a_drafter_beside_a_float_target_is_in_int8(workshop: Workshop, tmp_path: Path) -> None:
@@ -177,6 +178,7 @@ def products(graph: Path) -> list[Any]:
         ({"backend": "tensorrt"}, "fp32", parallelspec.Drafter),
         ({"device": "cuda"}, "fp16", parallelspec.Drafter),
         ({"device": "cuda", "precision": "fp32"}, "fp32", parallelspec.Drafter),
+        ({"device": "cuda", "precision": "fp8"}, "fp8", parallelspec.Drafter),
         # whole models and the target's own layers
         ({}, "fp32", draft_model.Pretrained),
         ({"drafter_precision": "int8"}, "int8", draft_model.Pretrained),
@@ -210,6 +212,7 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(workshop: Workshop, tmp_pa
         ({"drafters": [NAME]}, "got drafter 'parallelspec' for llama without weights: train it"),
         ({"precision": "int8", "form": "contiguous"}, "got precision int8 with the contiguous"),
         ({"precision": "int4", "form": "contiguous"}, "got precision int4 with the contiguous"),
+        ({"precision": "fp8"}, "got precision fp8 with device cpu, expected device cuda: no other"),
         (
             {"drafter_precision": "int8", "device": "cuda"},
             "int8 with device cuda and the slots form",
