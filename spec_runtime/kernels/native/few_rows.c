@@ -183,7 +183,7 @@ static void rotate_row(void *data, size_t row) {
       y[i] = a * c - b * s, y[i + half] = b * c + a * s;
     }
   for (int part = 0; part < PARTS; y += k->parts[part++])
-    memcpy(call->parts[part] + row * k->parts[part], y, k->parts[part] * sizeof *y);
+    if (k->parts[part]) memcpy(call->parts[part] + row * k->parts[part], y, k->parts[part] * sizeof *y);
 }
 
 static void multiply_columns(void *data, size_t task) {
