@@ -18,7 +18,8 @@ class PaddedRows:
     """Writes feeds whose free axes have `sizes` into arrays whose axes are `wider`, at each call.
 
     A padding row repeats the last row, and no row attends to it. In the slots form it writes that
-    row's slot again, with the same content. A mask with more columns than its array is cut. The
+    row's slot again, with the same content, but behind it where the graph appends. A mask with more
+    columns than its array is cut. The
     `arrays` are by the names of the graph's inputs. Example: [7, 8, 9] is written into an array of
     four as [7, 8, 9, 9].
     """
@@ -40,7 +41,7 @@ class PaddedRows:
                 self._paddings += _paddings(array, shape)
         self._mask = self._rows.pop("mask", None)
         self._top = self._rows.pop("seqlens_k", None)
-        self._least_top = wider.get("N", 1) - 1  # the rows to read are never fewer than the new
+        self._more_rows = wider.get("N", 0) - sizes.get("N", 0)  # of those up to the top
 
     def write(self, feeds: Mapping[str, np.ndarray]) -> None:
         for name, rows in self._rows.items():
@@ -48,7 +49,7 @@ class PaddedRows:
         if self._mask is not None:
             self._mask[...] = feeds["mask"][..., : self._mask.shape[-1]]
         if self._top is not None:
-            self._top[0] = max(feeds["seqlens_k"].item(), self._least_top)
+            self._top[0] = feeds["seqlens_k"].item() + self._more_rows
         for padding, last in self._paddings:
             padding[...] = last
 

@@ -59,7 +59,10 @@ from spec_export.model.hidden_states import features_and_taps
 from spec_export.model.modules.basic import LayerNorm
 from spec_export.model.modules.convolution import with_ancestors
 from spec_export.model.weights import StoredWeights
+from spec_runtime.backends import session
+from spec_runtime.bundle.manifest import ATTENTIONS
 from spec_runtime.errors import UnsupportedModelError
+from spec_runtime.loop import kv
 
 RELATIVE_TOLERANCE = 2e-5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -305,7 +308,7 @@ def test_smoothing_for_int8_keeps_the_function_and_the_models_weights(case: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["contiguous", "bias", "full_buffer"])
+@pytest.mark.parametrize("form", ["contiguous", *ATTENTIONS])
 def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
     form: str, tmp_path: Path
 ) -> None:
@@ -313,7 +316,8 @@ def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
     backbone, model = side_by_side(), graph_of_all().clone()
     if form != "contiguous":
         to_slots(model, form)
-    runner = Runner(model, tmp_path, "contiguous" if form == "contiguous" else "slots", 40)
+    kind, attention = (form, "bias") if form == "contiguous" else ("slots", form)
+    runner = Runner(model, tmp_path, kind, 40, attention)
     eager = Decoder(backbone, 40)
     steps = (
         (random_tokens(12, seed=3), chain(12), list(range(12))),
@@ -328,17 +332,27 @@ def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["bias", "full_buffer"])
-def test_writes_by_value_are_those_by_row(attention: str, tmp_path: Path) -> None:
-    """Bit for bit, all layers' rows and outputs, over random trees whose lost nodes leave holes."""
+@pytest.mark.parametrize(
+    ("attention", "other", "by_value"),
+    [("bias", "bias", True), ("full_buffer", "full_buffer", True), ("bias", "append", False)],
+)
+def test_ways_to_write_are_equal(
+    attention: str, other: str, by_value: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, all layers' rows and outputs, over random trees whose lost nodes leave holes:
+    by value as by row, and appended by the attention as to the same slots before it."""
+    monkeypatch.setattr(session, "with_operators", lambda *_: None)  # ONNX Runtime's in all forms
+    monkeypatch.setattr(kv, "WIDTHS", (1,))  # holes stay while there is room
     runners = []
-    for by_value in (False, True):
-        model = to_slots(graph_of_all().clone(), attention, by_value)
-        folder = tmp_path / str(by_value)
+    for i, (form, is_by_value) in enumerate([(attention, False), (other, by_value)]):
+        model = to_slots(graph_of_all().clone(), form, is_by_value)
+        folder = tmp_path / str(i)
         folder.mkdir()
-        runners.append(Runner(model, folder, "slots", 40))
+        runners.append(Runner(model, folder, "slots", 28, form))
+    if other == "append":
+        runners[0].cache = kv.SlotCache(28, runners[0].backend.move_rows)
     rng = np.random.default_rng(6)
-    for size in (12, 6, 1, 7, 4):
+    for size in (12, 6, 1, 7, 4, 6, 5):
         parents = [0, *(int(rng.integers(i)) for i in range(1, size))]
         tokens = random_tokens(size, seed=size)
         expected, got = (runner.step(tokens, parents)["logits"] for runner in runners)
