@@ -66,6 +66,7 @@ from spec_runtime.loop import kv
 
 RELATIVE_TOLERANCE = 2e-5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+ROTATED = {"hidden_size": 64, "head_dim": 16}  # the least heads that an attention rotates itself
 WINDOW = 8  # narrower than the texts here
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SCALES = {
@@ -217,8 +218,8 @@ def side_by_side() -> SideBySide:
     kinds: list[LayerKind] = []
     tables: dict[str, Any] = {}
     seen: set[tuple[str, ...]] = set()
-    for case in CASES:
-        backbone = backbone_of(model_of(case))
+    for case, own_config in CASES.items():
+        backbone = backbone_of(tiny(case.split(",")[0], **SIZES | ROTATED | own_config))
         own = {"": (backbone.cos, backbone.sin)} | backbone.tables()
         each: Any
         for kind, each in zip(backbone.config.kinds, backbone.layers, strict=True):
@@ -232,7 +233,7 @@ def side_by_side() -> SideBySide:
             cases.append(case)
             layers.append(each)
             kinds.append(kind)
-    first = backbone_of(model_of("ministral3"))
+    first = backbone_of(tiny("ministral3", **SIZES | ROTATED | CASES["ministral3"]))
     config = replace(
         first.config, num_layers=len(layers), layers=tuple(kinds), taps=tuple(range(len(layers)))
     )
@@ -240,7 +241,7 @@ def side_by_side() -> SideBySide:
         config,
         first.embedding.weight,
         layers,
-        LayerNorm(torch.linspace(0.5, 2, 32), torch.linspace(-1, 1, 32), 1e-5),
+        LayerNorm(torch.linspace(0.5, 2, 64), torch.linspace(-1, 1, 64), 1e-5),
         None,
         {"": (first.cos, first.sin)} | tables,
         query_scale_S=first.query_scale_S,
