@@ -34,7 +34,8 @@ class HostCuda:
     """The functions of cuda.bindings.runtime that we call; each returns (error, values…).
 
     `memory` holds what is allocated, by address: where it is, and the block. `counts` counts
-    runs, captures, launches, moves of rows, and copies by direction with their bytes; `bound` has the shapes that
+    runs, moves of rows, captures, launches, and copies by direction with their bytes; `bound` has
+    the shapes that
     ONNX Runtime was given, by input. Without a `capability` there is no GPU; `is_full` leaves no
     room on it.
     """

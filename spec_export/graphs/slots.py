@@ -181,7 +181,8 @@ class _LayerValues(NamedTuple):
         if before is not None and (product := _whole(before, v)) is not None:
             return [self.flat.value(product), None, None], rotary
         if rotary is not None and node is not None and node.op_type == "Concat":  # of normed ones
-            return [*map(self.flat.value, (*node.inputs, v))], rotary
+            q, k = (input_at(node, i) for i in range(2))
+            return [*map(self.flat.value, (q, k, v))], rotary
         return [*map(self.flat.value, self.rows)], None
 
 

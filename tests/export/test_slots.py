@@ -229,8 +229,8 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     assert outputs["features"] == outputs["taps.1"] == ["N", 4 * HEAD_DIM]
     kinds = Counter((node.domain, node.op_type) for node in graph)
     standard, own = ("", "Attention"), (MS, "GroupQueryAttention")
-    used, unused = (standard, own) if attention == "full_buffer" else (own, standard)
-    assert (kinds[used], kinds[unused]) == (LAYERS, 0)
+    expected = {"full_buffer": (LAYERS, 0)}.get(attention, (0, LAYERS))
+    assert (kinds[standard], kinds[own]) == expected
     assert kinds["", "ScatterND"] == (0 if appends else 2 * LAYERS) + has_windows
     assert (kinds["", "RotaryEmbedding"] > 0) is (kinds["", "Split"] > LAYERS) is not appends
     # of each kind of cache its places, of each mask a bias

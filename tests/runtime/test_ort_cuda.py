@@ -364,7 +364,7 @@ def test_what_requests_replay_is_captured_while_the_bundle_opens(
     name: str,
 ) -> None:
     monkeypatch.setattr(shapes, "MIN_MASK", 128)  # for a context of 256 tokens
-    monkeypatch.setattr(warm_up, "LONG", 100)
+    monkeypatch.setattr(warm_up, "LONG", 90)
     monkeypatch.setattr(warm_up, "capture_shapes", capture_shapes)
     with caplog.at_level("INFO", "spec_runtime"):
         engine = load(folders["fp16"], drafter=name)
