@@ -511,6 +511,38 @@ def test_what_cuda_does_not_run_is_not_built(
 # ---- details ----
 
 
+@pytest.mark.parametrize("lent", [(), ("share",), ("share", "banks")])
+def test_rows_are_moved_in_the_buffers_of_ones_own(tmp_path: Path, lent: tuple[str, ...]) -> None:
+    """Of every type and width; a bank that is not by slot stays."""
+    shapes_of: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "kv.0.k": ("float16", (1, 2, "S", 6)),
+        "kv.positions": ("int64", (1, 1, "S", 1)),
+        "bank.features": ("float32", ("S", 3)),
+        "bank.hidden": ("float32", (9, 3)),
+    }
+    specs = tuple(TensorSpec(name, *shapes_of[name]) for name in shapes_of)
+    inputs = ", ".join(f'{s.dtype}{[*s.shape]} "{s.name}"' for s in specs).replace("'", "")
+    text = f"g ({inputs}, int64[N] x) => (int64[N] y) {{ y = Identity(x) }}"
+    text = text.replace("float32", "float")
+    onnx.save(model_of(text), tmp_path / "g.onnx")
+    x, y = (TensorSpec(name, "int64", ("N",)) for name in "xy")
+    graph = Graph("g.onnx", "slots", (*specs, x), (y,), attention="append")
+    lender = CpuBackend(tmp_path / "g.onnx", graph, 9, 1)
+    backend = CpuBackend(tmp_path / "g.onnx", graph, 9, 1, **dict.fromkeys(lent, lender))
+    before = {}
+    for seed, (name, value) in enumerate(backend.buffers.items()):
+        drawn = np.random.default_rng(seed).integers(1, 99, value.shape())
+        before[name] = drawn.astype(value.numpy().dtype)
+        value.update_inplace(type(value).ortvalue_from_numpy(before[name]))
+    backend.move_rows(np.array([1, 4, 5, 8]))
+    for name, value in backend.buffers.items():
+        is_lent = ("share" if name.startswith("kv.") else "banks") in lent
+        stays = is_lent or name == "bank.hidden"
+        rows = slice(None) if stays else [1, 4, 5, 8]
+        expected = before[name][..., rows, :]
+        assert np.array_equal(value.numpy()[..., : expected.shape[-2], :], expected), name
+
+
 def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     """numpy has no such type, so the buffer is made in another way."""
     cache = "bfloat16[1, 1, S, 3]"
