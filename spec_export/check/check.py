@@ -23,7 +23,7 @@ from spec_export.model.decoder import Backbone
 from spec_export.model.modules.fusion import Fusion
 from spec_export.report import SILENT, Report
 from spec_export.training import folders
-from spec_runtime.backends import Backend, MovingBackend, open_graph
+from spec_runtime.backends import Backend, open_graph
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
@@ -302,7 +302,7 @@ def _graph_rows(
     summed_up = np.max if info.precision == "fp32" else np.mean
     rows, results = [], []
     for script in make_scripts(text, info.max_length):
-        appends = isinstance(backend, MovingBackend) and backend.appends
+        appends = getattr(backend, "append_mover", None) is not None
         if script.is_permuted and (appends or backend.form != "slots"):
             continue
         with report.status(f"{name}: {script.name}"):

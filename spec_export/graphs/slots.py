@@ -143,6 +143,8 @@ class _LayerValues(NamedTuple):
     bool[1, 1, N, S]. sinks [1, H, 1, 1], of a layer that has them.
     """
 
+    edit: GraphEditor
+    shared: _SharedValues
     node: ir.Node
     rows: list[ir.Value]
     flat: _Flat
@@ -161,11 +163,11 @@ class _LayerValues(NamedTuple):
             if value is not None and value.as_float()
         }
 
-    def written(self, shared: _SharedValues) -> tuple[ir.Value, list[ir.Value]]:
+    def written(self) -> tuple[ir.Value, list[ir.Value]]:
         """Inserts the writes of the new rows; returns the query [1, N, H·Dh] and the caches."""
         query, *new = map(self.flat.value, self.rows)
         pairs = zip(self.past, new, strict=True)
-        return query, [shared.write(self.node, past, rows) for past, rows in pairs]
+        return query, [self.shared.write(self.node, past, rows) for past, rows in pairs]
 
     def packed(self) -> tuple[list[ir.Value | None], ir.Node | None]:
         """Returns query, key and value [1, N, heads·Dh], or their product and twice None, and the
@@ -193,45 +195,38 @@ def _whole(*parts: ir.Value) -> ir.Value | None:
     return node.inputs[0] if node is not None and is_split else None
 
 
-def _attend_with_bias(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
-) -> list[ir.Value]:
+def _attend_with_bias(layer: _LayerValues) -> list[ir.Value]:
     """Inserts the attention "bias"."""
-    query, caches = layer.written(shared)
+    query, caches = layer.written()
     cache = layer.past[0]
     assert cache.dtype is not None
     rows = np.zeros((1, 0, fixed_size(cache, 1) * fixed_size(cache, 3)), cache.dtype.numpy())
-    empty = edit.constant(rows, "empty")
-    return [*_attend_queries(edit, layer, shared, [query, empty, empty, *caches]), *caches]
+    empty = layer.edit.constant(rows, "empty")
+    return [*_attend_queries(layer, [query, empty, empty, *caches]), *caches]
 
 
-def _attend_and_append(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
-) -> list[ir.Value]:
+def _attend_and_append(layer: _LayerValues) -> list[ir.Value]:
     """Inserts the attention "append"."""
     rows, rotary = layer.packed()
-    return _attend_queries(edit, layer, shared, [*rows, *layer.past], rotary, num_outputs=3)
+    return _attend_queries(layer, [*rows, *layer.past], 3, rotary)
 
 
 def _attend_queries(
-    edit: GraphEditor,
     layer: _LayerValues,
-    shared: _SharedValues,
     inputs: list[ir.Value | None],
-    rotary: ir.Node | None = None,
     num_outputs: int = 1,
+    rotary: ir.Node | None = None,
 ) -> list[ir.Value]:
     """Inserts a GroupQueryAttention whose first inputs are given; returns its outputs."""
-    cache = layer.past[0]
+    edit, shared, cache = layer.edit, layer.shared, layer.past[0]
     assert cache.dtype is not None
     inputs = [*inputs, shared.seqlens, shared.width]
     inputs += [None] * 3 if rotary is None else rotary.inputs[1:4]
     inputs += [shared.bias(layer.mask, cache.dtype)]
     attributes = layer.attributes
     if rotary is not None:
-        interleaved = rotary.attributes.get("interleaved")
-        is_interleaved = interleaved is not None and interleaved.as_int()
-        attributes |= {"do_rotary": 1, "rotary_interleaved": int(is_interleaved)}
+        interleaved = rotary.attributes.get("interleaved", ir.AttrInt64("interleaved", 0))
+        attributes |= {"do_rotary": 1, "rotary_interleaved": interleaved.as_int()}
     if layer.sinks is not None:
         inputs += edit.add(layer.node, "Reshape", [layer.sinks, edit.constant(np.array([-1]))])
     return edit.add(
@@ -247,11 +242,9 @@ def _attend_queries(
     )
 
 
-def _attend_whole_buffers(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
-) -> list[ir.Value]:
+def _attend_whole_buffers(layer: _LayerValues) -> list[ir.Value]:
     """Inserts the attention "full_buffer"."""
-    node, (query, caches) = layer.node, layer.written(shared)
+    edit, node, (query, caches) = layer.edit, layer.node, layer.written()
     H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
@@ -288,8 +281,9 @@ def _rewrite_attention(
     past = [input_at(scatter, 0) for scatter in scatters]
     rows = [input_at(attention, 0), *map(_new_rows, scatters)]
     flat = _Flat(edit, attention, fixed_size(past[0], 3))
-    layer = _LayerValues(attention, rows, flat, past, mask, fixed_size(rows[0], 1), sinks)
-    mixed, *caches = ATTEND[kind](edit, layer, shared)
+    H = fixed_size(rows[0], 1)
+    layer = _LayerValues(edit, shared, attention, rows, flat, past, mask, H, sinks)
+    mixed, *caches = ATTEND[kind](layer)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
     (transpose,) = (use.node for use in attention.outputs[0].uses())

@@ -148,18 +148,6 @@ class RowBackend(ABC):
         """Puts what `read_rows` returned, or the first rows of it, into these slots."""
 
 
-class MovingBackend(ABC):
-    """A backend that can move its KV rows. Those that can inherit from this class. `appends` says
-    that its graph writes new rows behind all others, see bundle.manifest.Graph."""
-
-    appends: bool
-
-    @abstractmethod
-    def move_rows(self, slot_T: np.ndarray) -> None:
-        """Brings the rows in these slots to slots 0 … T - 1, in the buffers and banks of its own;
-        what other rows hold is left open."""
-
-
 @dataclass(frozen=True)
 class BackendKind:
     """Says what a backend's name stands for.

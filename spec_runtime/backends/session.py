@@ -6,7 +6,7 @@ Every import of onnxruntime goes through this file, so that it never sends telem
 import logging
 import os
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, MovingBackend
+from spec_runtime.backends.base import Backend
 from spec_runtime.backends.cuda.captures import capturing, free_later
 from spec_runtime.backends.cuda.copies import Copies, StreamCopies
 from spec_runtime.backends.cuda.libraries import require_gpu
@@ -379,11 +379,12 @@ class RowMoves:
     """Moves rows of buffers [..., S, W] on their device, in the order of its stream."""
 
     def __init__(self, device: str, copies: Copies) -> None:
+        settings = copies.settings if isinstance(copies, StreamCopies) else {}
         chosen = ort.SessionOptions()
         chosen.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         with capturing() if device == "cuda" else nullcontext():
             self._session = ort.InferenceSession(
-                _GATHER, chosen, [PROVIDERS[device]], provider_options=[copies.settings]
+                _GATHER, chosen, [PROVIDERS[device]], provider_options=[settings]
             )
         self._device, self._copies, self._viewer = device, copies, Viewer(device)
         self._order: Any = None  # what the last move on the stream reads
@@ -401,7 +402,8 @@ class RowMoves:
             binding.bind_ortvalue_input("i", self._order)
             binding.bind_ortvalue_output("y", rows)
             self._session.run_with_iobinding(binding, run_options())
-        self._copies.is_idle = False
+        if isinstance(self._copies, StreamCopies):
+            self._copies.is_idle = False
 
     def close(self) -> None:
         """Lets the session and its memory go, once all moves are done."""
@@ -436,12 +438,12 @@ class Lender(Protocol):
     def copies(self) -> Copies: ...
 
 
-class OrtBackend(MovingBackend):
+class OrtBackend(ABC):
     """A session with its KV buffers [1, G, capacity, Dh] and banks [R, W], which it lends.
 
     `buffers` holds them as OrtValues by the names of the graph's inputs. They start at zero, for
     0 · NaN would poison a row. Sessions that borrow some must use these `copies` too: on CUDA they
-    are on one stream then.
+    are on one stream then. A graph that appends has an `append_mover`, which is `move_rows`.
     """
 
     form: str
@@ -453,7 +455,7 @@ class OrtBackend(MovingBackend):
         self, graph: Graph, device: str, share: Lender | None, banks: Lender | None
     ) -> None:
         """Makes or borrows the buffers of its graph, see `open_buffers`."""
-        self.appends = graph.attention == "append"
+        self.append_mover = self.move_rows if graph.attention == "append" else None
         self.buffers = open_buffers(graph, self.capacity, device, share, banks)
         self._device = device
         self._moves: RowMoves | None = None
@@ -465,7 +467,8 @@ class OrtBackend(MovingBackend):
         ]
 
     def move_rows(self, slot_T: np.ndarray) -> None:
-        """See MovingBackend.move_rows."""
+        """Brings the rows in these slots to slots 0 … T - 1, in the buffers and banks of its own;
+        what other rows hold is left open."""
         if self._moves is None:
             self._moves = RowMoves(self._device, self.copies)
             weakref.finalize(self, free_later, self._moves.close).atexit = False

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spec_runtime.backends import Backend, MovingBackend
+from spec_runtime.backends import Backend
 from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import mask_width
 from spec_runtime.trees.tree import tree_shape
@@ -221,11 +221,8 @@ def _shape(parent_N: np.ndarray, block: int | None) -> tuple[np.ndarray, np.ndar
 def open_cache(form: str, capacity: int, backend: Backend | None = None) -> Cache:
     """Returns a cache that feeds graphs of this form (see bundle.manifest.Graph), and whose rows
     the backend moves if its graph appends them."""
-    move = None
-    if isinstance(backend, MovingBackend) and backend.appends:
-        move = backend.move_rows
     kinds: dict[str, Callable[[int], Cache]] = {
-        "slots": partial(SlotCache, move=move),
+        "slots": partial(SlotCache, move=getattr(backend, "append_mover", None)),
         "contiguous": ContiguousCache,
     }
     return kinds[form](capacity)

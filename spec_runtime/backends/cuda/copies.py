@@ -18,17 +18,7 @@ TYPES = {
 
 
 class Copies:
-    """Says when what was sent and run is done: on the CPU at once, where nothing is copied.
-
-    `settings` are provider options for the sessions that compute on these values. `is_idle` says
-    that all is done.
-    """
-
-    is_idle = True
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return {}
+    """Says when what was sent and run is done: on the CPU at once, where nothing is copied."""
 
     def settle(self) -> None:
         """Waits until everything that was sent and run is done."""
@@ -48,6 +38,7 @@ class StreamCopies(Copies):
 
     @property
     def settings(self) -> dict[str, str]:
+        """Returns provider options for the sessions that compute on these values."""
         return {"user_compute_stream": str(self.cuda.stream)}
 
     def require_device(self) -> None:
