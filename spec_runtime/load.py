@@ -170,7 +170,7 @@ def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
     backend = backends.open_graph(bundle, graph, capacity, options)
     return Target(
         backend,
-        open_cache(graph.form, capacity),
+        open_cache(graph.form, capacity, backend),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         feature_widths=bundles.feature_widths(graph),

@@ -34,7 +34,8 @@ class HostCuda:
     """The functions of cuda.bindings.runtime that we call; each returns (error, values…).
 
     `memory` holds what is allocated, by address: where it is, and the block. `counts` counts
-    runs, captures, launches, and copies by direction with their bytes; `bound` has the shapes that
+    runs, moves of rows, captures, launches, and copies by direction with their bytes; `bound` has
+    the shapes that
     ONNX Runtime was given, by input. Without a `capability` there is no GPU; `is_full` leaves no
     room on it.
     """
@@ -195,6 +196,7 @@ class HostSession(ort.InferenceSession):  # type: ignore[misc]
         **more: Any,
     ) -> None:
         self.settings: dict[str, str] | None = None
+        self.kind = "moved" if isinstance(model, bytes) else "eager"  # session.RowMoves'
         if providers == [session.PROVIDERS["cuda"]]:
             self.settings = provider_options[0]
             providers, provider_options = [session.PROVIDERS["cpu"]], None
@@ -215,7 +217,7 @@ class HostSession(ort.InferenceSession):  # type: ignore[misc]
             super().run_with_iobinding(binding, run_options)
             return
         assert run_options.get_run_config_entry("gpu_graph_id") == session.NO_GRAPH
-        self.cuda.counts["eager"] += self.cuda.recorded is None
+        self.cuda.counts[self.kind] += self.cuda.recorded is None
         run = super().run_with_iobinding
         self.cuda.put(int(self.settings["user_compute_stream"]), lambda: run(binding, None))
 

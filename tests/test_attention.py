@@ -66,12 +66,12 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding_with_a_bias(
 
 
 def test_attention_follows_from_device_and_precision(workshop: Workshop, folder: Path) -> None:
-    assert bundles.ATTENTIONS == ("bias", "full_buffer")
+    assert bundles.ATTENTIONS == ("bias", "full_buffer", "append")
     for options, expected in (
         ({}, "bias"),
         ({"precision": "int8"}, "bias"),
-        ({"device": "cuda"}, "bias"),
-        ({"device": "cuda", "precision": "bf16"}, "bias"),
+        ({"device": "cuda"}, "append"),
+        ({"device": "cuda", "precision": "bf16"}, "append"),
         ({"device": "cuda", "precision": "fp32"}, "full_buffer"),
         ({"backend": "tensorrt"}, "bias"),
     ):
@@ -102,7 +102,10 @@ def test_check_passes(workshop: Workshop, folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"attention": "chain"}, "attention: got str 'chain', expected one of bias, full_buffer"),
+        (
+            {"attention": "chain"},
+            "attention: got str 'chain', expected one of bias, full_buffer, append",
+        ),
         ({"attention": "full_buffer", "form": "contiguous"}, "with the contiguous form, expected"),
         ({"attention": 3}, "attention: got int 3, expected str"),
     ],
@@ -138,7 +141,7 @@ opened = bundle.read(sys.argv[1])
 info, graph = opened.manifest.target, opened.manifest.graphs["target"]
 capacity = info.max_length + info.scratch
 backend = backends.open_graph(opened, graph, capacity, backends.Runtime("cuda", threads=1))
-cache = open_cache(graph.form, capacity)
+cache = open_cache(graph.form, capacity, backend)
 for n in map(int, sys.argv[2:]):
     feeds = cache.place(chain_parents(n))
     feeds |= {"input_ids": np.zeros((1, n), np.int64), "logit_rows": np.arange(n)}

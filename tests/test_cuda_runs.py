@@ -53,9 +53,8 @@ def open_target(folder, cuda_graphs=True):
     bundle = bundles.read(Path(folder))
     capacity = bundle.manifest.target.max_length + 128
     graph = bundle.manifest.graphs["target"]
-    return open_graph(bundle, graph, capacity, Runtime("cuda", 1, cuda_graphs)), open_cache(
-        graph.form, capacity
-    )
+    backend = open_graph(bundle, graph, capacity, Runtime("cuda", 1, cuda_graphs))
+    return backend, open_cache(graph.form, capacity, backend)
 
 def run_widths(name, folder, widths):
     backend, cache = open_target(folder)

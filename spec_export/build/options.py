@@ -189,11 +189,12 @@ class BuildOptions:
     def attention(self) -> str:
         """How graphs in the slots form read their caches, see graphs/slots.py.
 
-        CUDA's GroupQueryAttention, which "bias" uses, has kernels only for half precision, and none
-        for sinks, for which `GraphWriter` changes it.
+        CUDA's GroupQueryAttention has kernels only for half precision, and none for sinks beside a
+        mask, for which `GraphWriter` changes it.
         """
-        is_wide = self.device == "cuda" and self.target_precision == "fp32"
-        return "full_buffer" if is_wide else "bias"
+        if self.device != "cuda":
+            return "bias"
+        return "full_buffer" if self.target_precision == "fp32" else "append"
 
     @property
     def has_banks(self) -> bool:

@@ -323,10 +323,11 @@ def _graph_rows(
     summed_up = np.max if info.precision == "fp32" else np.mean
     rows, results = [], []
     for script in make_scripts(text, info.max_length):
-        if script.is_permuted and backend.form != "slots":
+        appends = getattr(backend, "append_mover", None) is not None
+        if script.is_permuted and (appends or backend.form != "slots"):
             continue
         with report.status(f"{name}: {script.name}"):
-            cache = open_cache(backend.form, backend.capacity)
+            cache = open_cache(backend.form, backend.capacity, backend)
             result = play(script, backend, cache, info, truth)
         results.append(result)
         rows.append(CheckRow(script.name, name, float(summed_up(result.logits)), bounds.logits))

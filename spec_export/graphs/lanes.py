@@ -13,12 +13,12 @@ from spec_runtime.bundle.manifest import BANK, LANE_LOGITS, LANE_ROWS, lane_name
 
 # Inputs that each lane has for itself, in addition to its caches.
 OWN = ("mask", "slots", "seqlens_k", "write_index", "src", "perm")
-# Operators at which rows of all lanes meet what a lane has for itself: the input that holds rows,
-# and the axis along which these lie, in the input and in an attention's output; in a bank's, the
+# Operators at which rows of all lanes meet what a lane has for itself: the inputs that hold rows,
+# and the axis along which these lie, in the inputs and in an attention's output; in a bank's, the
 # first.
-MEETINGS = {
-    **{"ScatterND": (2, 1), "GroupQueryAttention": (0, 1), "Attention": (0, 2)},
-    "Concat": (1, 2),  # new rows of a cache behind those that move, in the contiguous form
+MEETINGS: dict[str, tuple[tuple[int, ...], int]] = {
+    **{"ScatterND": ((2,), 1), "GroupQueryAttention": ((0, 1, 2), 1), "Attention": ((0,), 2)},
+    "Concat": ((1,), 2),  # new rows of a cache behind those that move, in the contiguous form
 }
 ATTENTIONS = ("GroupQueryAttention", "Attention")
 
@@ -30,7 +30,7 @@ def to_lanes(model: ir.Model, num_lanes: int) -> ir.Model | None:
     the rows of the lanes one after another; the new input `lane_rows` i64[num_lanes] says how many
     rows each lane has, at least one. The others there are once a lane, named by `lane_name`:
     caches and banks, `mask` bool[1, 1, N, S], `slots` i64[N], `seqlens_k` i32[1], and
-    `position_ids` i64[1, N] where layers have sliding windows, with the lane's own N and S. In the
+    `position_ids` i64[1, N] where attention reads it, with the lane's own N and S. In the
     contiguous form `write_index`, `src` and `perm` are once a lane, too.
 
     What is computed of a lane's own values, up to its attention, is computed for each lane;
@@ -81,9 +81,10 @@ class _Lanes:
                     value.type = output.type
                     self.graph.outputs.append(value)
         remove_dead(self.graph)
-        for value in self._inputs:
-            assert not value.uses(), value
-            self.graph.inputs.remove(value)
+        assert not any(value.uses() for value in self._inputs), self._inputs
+        for value in (*self._inputs, self.positions):
+            if not value.uses():
+                self.graph.inputs.remove(value)
         self.graph.sort()
         return True
 
@@ -140,7 +141,7 @@ class _Lanes:
 
     def _copy(self, node: ir.Node) -> bool:
         """Makes the node once a lane; returns False if that cannot be."""
-        meeting, axis = MEETINGS.get(node.op_type, (-1, 0))
+        meetings, axis = MEETINGS.get(node.op_type, ((), 0))
         if str(input_at(node, 0).name).startswith(BANK):
             axis = 0
         copies = []
@@ -149,7 +150,7 @@ class _Lanes:
             for i, value in enumerate(node.inputs):
                 if value is None or value in self._own or value not in self._with_rows:
                     inputs.append(self._own[value][k] if value in self._own else value)
-                elif i == meeting:
+                elif i in meetings:
                     inputs.append(self._rows(node, value, axis)[k])
                 elif self._follow_positions(value):
                     inputs.append(self._followed[value][k])
@@ -160,8 +161,8 @@ class _Lanes:
             (joined,) = self.edit.add(node, "Concat", [copy[0] for copy in copies], axis=axis)
             self.edit.replace(node.outputs[0], joined)
             self._with_rows.add(joined)
-        else:
-            for i, output in enumerate(node.outputs):
+        for i, output in enumerate(node.outputs):
+            if i or node.op_type not in ATTENTIONS:
                 self._own[output] = [copy[i] for copy in copies]
         return True
 

@@ -1,6 +1,6 @@
 """Rewrites a traced graph (contiguous form) into the slots form that ONNX Runtime runs.
 
-In each layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of two, see
+In each layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of three, see
 `to_slots`. No KV row is ever moved. Two more changes make a step cheaper: activations stay
 [1, N, D], so that no reshape stands between layers, and Add + RMSNormalization become one node. The
 patterns looked for are those that a trace of model/decoder.py leaves.
@@ -36,7 +36,11 @@ def to_slots(model: ir.Model, attention: str = "bias", by_value: bool = False) -
 
     - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
       empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
-      attention_bias, only rows up to `seqlens_k` read. On CUDA a bias takes its unfused kernels.
+      attention_bias, only rows up to `seqlens_k` read.
+    - append: GroupQueryAttention as in "bias", which also cuts q, k and v from their product,
+      rotates them and writes the new rows behind all others: they have to be the last N of the rows
+      up to `seqlens_k`. What it cannot take in is done before it. A mask is wider than N unless the
+      N rows are the first.
     - full_buffer: ScatterND ×2, then the standard Attention-24 over the whole buffers with the
       boolean mask; no seqlens_k. Its cost grows with the length of the buffers, all of whose values
       have to be finite. On CUDA its memory-efficient kernel, which half precision takes and float32
@@ -63,8 +67,9 @@ def to_slots(model: ir.Model, attention: str = "bias", by_value: bool = False) -
     for name in ("write_index", "src", "perm"):
         graph.inputs.remove(inputs[name])
     remove_dead(graph)
-    if not shared.seqlens.uses():
-        graph.inputs.remove(shared.seqlens)
+    for value in (shared.slots, shared.seqlens):
+        if not value.uses():
+            graph.inputs.remove(value)
     graph.sort()
     return model
 
@@ -133,15 +138,17 @@ class _SharedValues:
 class _LayerValues(NamedTuple):
     """Holds what one layer's attention reads.
 
-    node: the traced Attention. query [1, N, H·Dh]; new: key and value [1, N, G·Dh]. past: the
-    caches before the step, [1, G, S, Dh] each. mask bool[1, 1, N, S]. sinks [1, H, 1, 1], of a
-    layer that has them.
+    node: the traced Attention. rows: query, key and value as traced, [1, heads, N, Dh], of which
+    `flat` makes [1, N, heads·Dh]. past: the caches before the step, [1, G, S, Dh] each. mask
+    bool[1, 1, N, S]. sinks [1, H, 1, 1], of a layer that has them.
     """
 
+    edit: GraphEditor
+    shared: _SharedValues
     node: ir.Node
-    query: ir.Value
-    new: tuple[ir.Value, ir.Value]
-    past: tuple[ir.Value, ir.Value]
+    rows: list[ir.Value]
+    flat: _Flat
+    past: list[ir.Value]
     mask: ir.Value
     num_heads: int
     sinks: ir.Value | None
@@ -156,40 +163,90 @@ class _LayerValues(NamedTuple):
             if value is not None and value.as_float()
         }
 
+    def written(self) -> tuple[ir.Value, list[ir.Value]]:
+        """Inserts the writes of the new rows; returns the query [1, N, H·Dh] and the caches."""
+        query, *new = map(self.flat.value, self.rows)
+        pairs = zip(self.past, new, strict=True)
+        return query, [self.shared.write(self.node, past, rows) for past, rows in pairs]
 
-def _attend_with_bias(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues, caches: list[ir.Value]
-) -> ir.Value:
-    """Inserts the attention "bias"; returns the mixed rows [1, N, H·Dh]."""
+    def packed(self) -> tuple[list[ir.Value | None], ir.Node | None]:
+        """Returns query, key and value [1, N, heads·Dh], or their product and twice None, and the
+        rotation that is left to do, if it is one that GroupQueryAttention has."""
+        (q, k, v), rotary = self.rows, None
+        before = _whole(q, k)  # the rotation
+        node = None if before is None else before.producer()
+        if node is not None and node.op_type == "RotaryEmbedding":
+            width, Dh = fixed_size(input_at(node, 1), 1), fixed_size(self.past[0], 3)
+            if width % 8 == 0 and Dh % 16 == 0:
+                before, rotary = input_at(node, 0), node
+                node = before.producer()
+        if before is not None and (product := _whole(before, v)) is not None:
+            return [self.flat.value(product), None, None], rotary
+        if rotary is not None and node is not None and node.op_type == "Concat":  # of normed ones
+            q, k = (input_at(node, i) for i in range(2))
+            return [*map(self.flat.value, (q, k, v))], rotary
+        return [*map(self.flat.value, self.rows)], None
+
+
+def _whole(*parts: ir.Value) -> ir.Value | None:
+    """Returns what is split into just these parts, if anything is."""
+    node = parts[0].producer()
+    is_split = node is not None and node.op_type == "Split" and list(node.outputs) == list(parts)
+    return node.inputs[0] if node is not None and is_split else None
+
+
+def _attend_with_bias(layer: _LayerValues) -> list[ir.Value]:
+    """Inserts the attention "bias"."""
+    query, caches = layer.written()
     cache = layer.past[0]
     assert cache.dtype is not None
-    bias = shared.bias(layer.mask, cache.dtype)
     rows = np.zeros((1, 0, fixed_size(cache, 1) * fixed_size(cache, 3)), cache.dtype.numpy())
-    empty = edit.constant(rows, "empty")
-    inputs: list[ir.Value | None] = [layer.query, empty, empty, *caches]
-    inputs += [shared.seqlens, shared.width, None, None, None, bias]
+    empty = layer.edit.constant(rows, "empty")
+    return [*_attend_queries(layer, [query, empty, empty, *caches]), *caches]
+
+
+def _attend_and_append(layer: _LayerValues) -> list[ir.Value]:
+    """Inserts the attention "append"."""
+    rows, rotary = layer.packed()
+    return _attend_queries(layer, [*rows, *layer.past], 3, rotary)
+
+
+def _attend_queries(
+    layer: _LayerValues,
+    inputs: list[ir.Value | None],
+    num_outputs: int = 1,
+    rotary: ir.Node | None = None,
+) -> list[ir.Value]:
+    """Inserts a GroupQueryAttention whose first inputs are given; returns its outputs."""
+    edit, shared, cache = layer.edit, layer.shared, layer.past[0]
+    assert cache.dtype is not None
+    inputs = [*inputs, shared.seqlens, shared.width]
+    inputs += [None] * 3 if rotary is None else rotary.inputs[1:4]
+    inputs += [shared.bias(layer.mask, cache.dtype)]
+    attributes = layer.attributes
+    if rotary is not None:
+        interleaved = rotary.attributes.get("interleaved", ir.AttrInt64("interleaved", 0))
+        attributes |= {"do_rotary": 1, "rotary_interleaved": interleaved.as_int()}
     if layer.sinks is not None:
         inputs += edit.add(layer.node, "Reshape", [layer.sinks, edit.constant(np.array([-1]))])
-    (mixed,) = edit.add(
+    return edit.add(
         layer.node,
         "GroupQueryAttention",
         inputs,
+        num_outputs,
         domain=MS,
         num_heads=layer.num_heads,
         kv_num_heads=fixed_size(cache, 1),
         causal=0,
-        **layer.attributes,
+        **attributes,
     )
-    return mixed
 
 
-def _attend_whole_buffers(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues, caches: list[ir.Value]
-) -> ir.Value:
-    """Inserts the attention "full_buffer"; returns the mixed rows [1, N, H·Dh]."""
-    node = layer.node
+def _attend_whole_buffers(layer: _LayerValues) -> list[ir.Value]:
+    """Inserts the attention "full_buffer"."""
+    edit, node, (query, caches) = layer.edit, layer.node, layer.written()
     H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
-    (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
+    (q,) = edit.add(node, "Reshape", [query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
     keys_values, mask = caches, layer.mask
     if layer.sinks is not None:  # one slot of zeros more, which the traced mask has the score of
@@ -198,10 +255,15 @@ def _attend_whole_buffers(
         mask = input_at(node, 3)
     (mixed,) = edit.add(node, "Attention", [q, *keys_values, mask], **layer.attributes)
     (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
-    return edit.add(node, "Reshape", [mixed, edit.constant(np.array([1, -1, H * Dh]))])[0]
+    mixed_rows = edit.add(node, "Reshape", [mixed, edit.constant(np.array([1, -1, H * Dh]))])
+    return [*mixed_rows, *caches]
 
 
-ATTEND = {"bias": _attend_with_bias, "full_buffer": _attend_whole_buffers}
+# By attention: inserts one; returns the mixed rows [1, N, H·Dh] and the caches after the step.
+ATTEND = {
+    **{"bias": _attend_with_bias, "full_buffer": _attend_whole_buffers},
+    "append": _attend_and_append,
+}
 
 
 def _rewrite_attention(
@@ -216,16 +278,12 @@ def _rewrite_attention(
         mask = input_at(producer(added.inputs[0], "Where"), 0)
         sinks = input_at(score, 0)
     scatters = [producer(value, "TensorScatter") for value in read]
-    past = input_at(scatters[0], 0), input_at(scatters[1], 0)
+    past = [input_at(scatter, 0) for scatter in scatters]
+    rows = [input_at(attention, 0), *map(_new_rows, scatters)]
     flat = _Flat(edit, attention, fixed_size(past[0], 3))
-    q = flat.value(input_at(attention, 0))
-    new = tuple(flat.value(_new_rows(scatter)) for scatter in scatters)
-    H = fixed_size(input_at(attention, 0), 1)
-    layer = _LayerValues(attention, q, (new[0], new[1]), past, mask, H, sinks)
-    caches = [
-        shared.write(attention, past, new) for past, new in zip(layer.past, layer.new, strict=True)
-    ]
-    mixed = ATTEND[kind](edit, layer, shared, caches)
+    H = fixed_size(rows[0], 1)
+    layer = _LayerValues(edit, shared, attention, rows, flat, past, mask, H, sinks)
+    mixed, *caches = ATTEND[kind](layer)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
     (transpose,) = (use.node for use in attention.outputs[0].uses())

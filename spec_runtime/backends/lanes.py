@@ -162,12 +162,16 @@ class LanePasses:
         if self._runtime.device == "cpu":
             return wider
         most = {axis: max(_num_rows(each)[axis] for each in feeds) for axis in ("N", "M")}
+        is_cut = self._target.attention != "full_buffer"
+        pasts = [each["seqlens_k"].item() + 1 - len(each["slots"]) for each in feeds]
         if self._runtime.has_cuda_graphs and most["N"] <= WIDTHS[-1]:
             precision = self._bundle.manifest.target.precision
-            wider |= padded_sizes(self._target, most, capacity, precision=precision)
-        if self._target.attention == "bias":
-            num_slots = max(each["seqlens_k"].item() + 1 for each in feeds)
-            wider["S"] = mask_width(max(num_slots, most["N"], *wider.values()), capacity)
+            sizes = padded_sizes(self._target, most, capacity, precision=precision)
+            if not is_cut or max(pasts) + sizes["N"] <= capacity:
+                wider |= sizes
+        if is_cut:
+            num_new = [wider.get("N", len(each["slots"])) for each in feeds]
+            wider["S"] = mask_width(max(map(sum, zip(pasts, num_new, strict=True))), capacity)
         return wider
 
     def _widened(self, feeds: Feeds, wider: Mapping[str, int]) -> Feeds:

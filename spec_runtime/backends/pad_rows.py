@@ -19,7 +19,8 @@ class PaddedRows:
     """Writes feeds whose free axes have `sizes` into arrays whose axes are `wider`, at each call.
 
     A padding row repeats the last row, and no row attends to it. In the slots form it writes that
-    row's slot again, with the same content. A mask with more columns than its array is cut. The
+    row's slot again, with the same content, but behind it where the graph appends. A mask with more
+    columns than its array is cut. The
     `arrays` are by the names of the graph's inputs. Example: [7, 8, 9] is written into an array of
     four as [7, 8, 9, 9].
     """
@@ -41,7 +42,7 @@ class PaddedRows:
                 self._paddings += _paddings(array, shape)
         self._mask = self._rows.pop("mask", None)
         self._top = self._rows.pop("seqlens_k", None)
-        self._least_top = wider.get("N", 1) - 1  # the rows to read are never fewer than the new
+        self._more_rows = wider.get("N", 0) - sizes.get("N", 0)  # of those up to the top
 
     def write(self, feeds: Mapping[str, np.ndarray]) -> None:
         for name, rows in self._rows.items():
@@ -49,7 +50,7 @@ class PaddedRows:
         if self._mask is not None:
             self._mask[...] = feeds["mask"][..., : self._mask.shape[-1]]
         if self._top is not None:
-            self._top[0] = max(feeds["seqlens_k"].item(), self._least_top)
+            self._top[0] = feeds["seqlens_k"].item() + self._more_rows
         for padding, last in self._paddings:
             padding[...] = last
 
@@ -67,7 +68,7 @@ def padded_sizes(
     `most` limits some of them. An axis stays as it is if it is longer than all widths, and all stay
     if the cache has no room for the padded rows.
     """
-    limits, widths = most or {}, FP8_WIDTHS if precision == "fp8" else WIDTHS
+    limits, widths = most or {}, widths_of(precision)
     wider = dict(sizes)
     for axis in sizes.keys() - {"S", "A+N"}:
         wider[axis] = padded_width(sizes[axis], limits.get(axis, widths[-1]), widths)
@@ -99,6 +100,11 @@ def plan_padding(
         return feeds, sizes, dict(sizes)
     perm = _wider_perm(feeds["perm"], sizes, wider)
     return {**feeds, "perm": perm}, {**sizes, "A+N": wider["A+N"]}, wider
+
+
+def widths_of(precision: str) -> tuple[int, ...]:
+    """Returns the numbers of rows that passes are padded to, by the weights' precision."""
+    return FP8_WIDTHS if precision == "fp8" else WIDTHS
 
 
 def padded_width(num_rows: int, most: int, widths: Sequence[int]) -> int:

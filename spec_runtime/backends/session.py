@@ -5,6 +5,7 @@ Every import of onnxruntime goes through this file, so that it never sends telem
 
 import logging
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.backends.base import Backend
-from spec_runtime.backends.cuda.captures import capturing
+from spec_runtime.backends.cuda.captures import capturing, free_later
 from spec_runtime.backends.cuda.copies import Copies, StreamCopies
 from spec_runtime.backends.cuda.libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
@@ -365,6 +366,51 @@ class Viewer:
         return value
 
 
+# A graph that gathers rows, as ONNX writes it: x i32[G, S, W], i i64[S] → y = x[:, i]. Identity
+# puts them where x was, once all are gathered.
+_GATHER = (
+    b'\x08\n:V\n\x1e\n\x01x\n\x01i\x12\x01g"\x06Gather*\x0b\n\x04axis\x18\x01\xa0\x01\x02\n\x10'
+    b'\n\x01g\x12\x01y"\x08Identity\x12\x01gZ\t\n\x01x\x12\x04\n\x02\x08\x06Z\t\n\x01i\x12\x04'
+    b"\n\x02\x08\x07b\t\n\x01y\x12\x04\n\x02\x08\x06B\x02\x10\x15"
+)
+
+
+class RowMoves:
+    """Moves rows of buffers [..., S, W] on their device, in the order of its stream."""
+
+    def __init__(self, device: str, copies: Copies) -> None:
+        settings = copies.settings if isinstance(copies, StreamCopies) else {}
+        chosen = ort.SessionOptions()
+        chosen.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        with capturing() if device == "cuda" else nullcontext():
+            self._session = ort.InferenceSession(
+                _GATHER, chosen, [PROVIDERS[device]], provider_options=[settings]
+            )
+        self._device, self._copies, self._viewer = device, copies, Viewer(device)
+        self._order: Any = None  # what the last move on the stream reads
+
+    def move(self, buffers: Sequence[Any], order_S: np.ndarray) -> None:
+        """Has slot s hold what was in slot `order_S[s]`, in each of these buffers."""
+        self._order = ort.OrtValue.ortvalue_from_numpy(order_S, self._device, 0)
+        for value in buffers:
+            *outer, S, _ = value.shape()
+            G = int(np.prod(outer))
+            words = value.tensor_size_in_bytes() // (4 * G * S)
+            rows = self._viewer.view(value.data_ptr(), (G, S, words), np.dtype(np.int32))
+            binding = self._session.io_binding()
+            binding.bind_ortvalue_input("x", rows)
+            binding.bind_ortvalue_input("i", self._order)
+            binding.bind_ortvalue_output("y", rows)
+            self._session.run_with_iobinding(binding, run_options())
+        if isinstance(self._copies, StreamCopies):
+            self._copies.is_idle = False
+
+    def close(self) -> None:
+        """Lets the session and its memory go, once all moves are done."""
+        self._copies.settle()
+        del self._session, self._order
+
+
 def bind_buffers(session: Any, buffers: Mapping[str, Any]) -> Any:
     """Returns a new binding with every KV buffer and bank in place.
 
@@ -397,13 +443,38 @@ class OrtBackend(ABC):
 
     `buffers` holds them as OrtValues by the names of the graph's inputs. They start at zero, for
     0 · NaN would poison a row. Sessions that borrow some must use these `copies` too: on CUDA they
-    are on one stream then.
+    are on one stream then. A graph that appends has an `append_mover`, which is `move_rows`.
     """
 
     form: str
     capacity: int
     buffers: Mapping[str, Any]
     copies: Copies
+
+    def take_buffers(
+        self, graph: Graph, device: str, share: Lender | None, banks: Lender | None
+    ) -> None:
+        """Makes or borrows the buffers of its graph, see `open_buffers`."""
+        self.append_mover = self.move_rows if graph.attention == "append" else None
+        self.buffers = open_buffers(graph, self.capacity, device, share, banks)
+        self._device = device
+        self._moves: RowMoves | None = None
+        lent = tuple(prefix for prefix, by in ((KV, share), (BANK, banks)) if by is not None)
+        self._own = [
+            self.buffers[spec.name]
+            for spec in graph.inputs
+            if is_cache(spec) and spec.shape[-2] == "S" and not spec.name.startswith(lent)
+        ]
+
+    def move_rows(self, slot_T: np.ndarray) -> None:
+        """Brings the rows in these slots to slots 0 … T - 1, in the buffers and banks of its own;
+        what other rows hold is left open."""
+        if self._moves is None:
+            self._moves = RowMoves(self._device, self.copies)
+            weakref.finalize(self, free_later, self._moves.close).atexit = False
+        order_S = np.arange(self.capacity)
+        order_S[: len(slot_T)] = slot_T
+        self._moves.move(self._own, order_S)
 
     @property
     def is_warm(self) -> bool:

@@ -25,7 +25,7 @@ from spec_runtime.files.writing import sha256, temporaries, write_atomically
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
-ATTENTIONS = ("bias", "full_buffer")  # see Graph
+ATTENTIONS = ("bias", "full_buffer", "append")  # see Graph
 DTYPES = (
     "float32",
     "float16",
@@ -126,7 +126,8 @@ class Graph:
 
     `form` says how it keeps key/value rows: "slots" writes each row to any slot, "contiguous" keeps
     committed rows in order, "stateless" has none. `attention` says how rows read the cache in the
-    slots form, by a mask in both: "bias" up to the highest row in use, "full_buffer" whole buffers.
+    slots form, by a mask in all: "bias" up to the highest row in use, "full_buffer" whole buffers;
+    "append" as "bias", and writes each step's rows behind that row instead of to any slots.
     """
 
     file: Name

@@ -6,11 +6,15 @@ Capacity S = context + scratch; the scratch must hold the largest tree (`Contigu
 one row).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from spec_runtime.backends import Backend
+from spec_runtime.backends.pad_rows import WIDTHS
+from spec_runtime.backends.shapes import mask_width
 from spec_runtime.trees.tree import tree_shape
 
 
@@ -50,11 +54,16 @@ class SlotCache:
     Adds the feeds `slots` i64[N] and `seqlens_k` i32[1] = high-water mark - 1. Example, S = 6:
     after committing nodes 0 and 2 of three, slots 0 and 2 are taken, so the next two nodes go to
     slots 1 and 3, and seqlens_k is 3.
+
+    For a graph that appends, see bundle.manifest.Graph, `move` brings rows in these slots
+    to the first ones. Nodes then go behind all slots taken, 3 and 4 in the example, and rows are
+    moved together where the holes between them would make masks wider than they need be.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, move: Callable[[np.ndarray], None] | None = None) -> None:
         self.capacity = capacity
         self.length = 0
+        self._move = move
         self._slot_S = np.zeros(capacity, np.int64)  # the slot of committed row t, for t < length
         self._taken_S = np.zeros(capacity, np.bool_)
         self._top = -1  # highest taken slot
@@ -63,17 +72,19 @@ class SlotCache:
     def place(
         self, parent_N: np.ndarray, first: int = 0, block: int | None = None
     ) -> dict[str, np.ndarray]:
-        n, top = len(parent_N), self._top
+        n = len(parent_N)
         depth_N, ancestor_NN = _shape(parent_N, block)
-        if first:
-            placed = self._placed_N
-            assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
-            top = max(top, int(placed.max()))
-            free = ~self._taken_S[: top + 1 + n]
-            free[placed] = False
-            slot_N = np.concatenate([placed, free.nonzero()[0][: n - first]])
+        self._placed_N = placed = self._placed_N if first else self._placed_N[:0]
+        assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
+        top = max(self._top, int(placed.max(initial=-1)))
+        if self._move is None:
+            free_S = ~self._taken_S[: top + 1 + n]
+            free_S[placed] = False
+            slot_N = np.concatenate([placed, free_S.nonzero()[0][: n - first]])
         else:
-            slot_N = (~self._taken_S[: top + 1 + n]).nonzero()[0][:n]
+            top = self._together(top, n - first)
+            last = min(top + 1 + n - first, self.capacity)
+            slot_N = np.concatenate([self._placed_N, np.arange(top + 1, last)])
         assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
         mask_NS = np.empty((n - first, self.capacity), np.bool_)
         mask_NS[:] = self._taken_S
@@ -86,6 +97,22 @@ class SlotCache:
             "slots": slot_N[first:],
             "seqlens_k": np.array([top], np.int32),
         }
+
+    def _together(self, top: int, num_new: int) -> int:
+        """Returns the last slot in use, once rows are moved together if new ones, padded as they
+        may be, have no room or need a wider mask."""
+        assert self._move is not None, "nothing moves rows"
+        slot_T = np.concatenate([self._slot_S[: self.length], self._placed_N])
+        num_rows, room = len(slot_T), max(num_new, WIDTHS[-1])
+        if top + 1 == num_rows or top + 1 + room <= mask_width(num_rows + room, self.capacity):
+            return top
+        self._move(slot_T)
+        slot_T = np.arange(num_rows)
+        self._slot_S[: self.length], self._placed_N = np.split(slot_T, [self.length])
+        self._taken_S[:] = False
+        self._taken_S[: self.length] = True
+        self._top = self.length - 1
+        return num_rows - 1
 
     def unplace(self, first: int) -> None:
         assert 0 < first <= len(self._placed_N), (first, len(self._placed_N))
@@ -191,10 +218,11 @@ def _shape(parent_N: np.ndarray, block: int | None) -> tuple[np.ndarray, np.ndar
     return depth_N, ancestor_NN
 
 
-def open_cache(form: str, capacity: int) -> Cache:
-    """Returns a cache that feeds graphs of this form (see bundle.manifest.Graph)."""
-    kinds: dict[str, type[SlotCache] | type[ContiguousCache]] = {
-        "slots": SlotCache,
+def open_cache(form: str, capacity: int, backend: Backend | None = None) -> Cache:
+    """Returns a cache that feeds graphs of this form (see bundle.manifest.Graph), and whose rows
+    the backend moves if its graph appends them."""
+    kinds: dict[str, Callable[[int], Cache]] = {
+        "slots": partial(SlotCache, move=getattr(backend, "append_mover", None)),
         "contiguous": ContiguousCache,
     }
     return kinds[form](capacity)

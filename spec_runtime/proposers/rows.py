@@ -196,7 +196,7 @@ class DrafterRows:
         backend, bank = open_reader(bundle, graph, capacity, runtime, target)
         return cls(
             backend,
-            open_cache(graph.form, capacity),
+            open_cache(graph.form, capacity, backend),
             wants_features=wants_features,
             first_token=first_token,
             repeat_feature=repeat_feature,

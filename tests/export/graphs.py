@@ -13,7 +13,9 @@ from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.loop.kv import open_cache
 
 
-def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
+def graph_of(
+    model: ir.Model, form: str, file: str = "graph.onnx", attention: str = "bias"
+) -> Graph:
     """Returns the manifest entry of this model."""
 
     def specs(values: Any) -> tuple[TensorSpec, ...]:
@@ -26,22 +28,32 @@ def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
             for value in values
         )
 
-    return Graph(file, form, specs(model.graph.inputs), specs(model.graph.outputs))
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    return Graph(file, form, inputs, outputs, attention=attention)
 
 
-def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> CpuBackend:
+def open_model(
+    model: ir.Model, folder: Path, form: str, capacity: int, attention: str = "bias"
+) -> CpuBackend:
     """Saves the model to `folder` and opens it with one thread."""
     path = folder / "graph.onnx"
     save(model, path)
-    return CpuBackend(path, graph_of(model, form), capacity, threads=1)
+    return CpuBackend(path, graph_of(model, form, attention=attention), capacity, threads=1)
 
 
 class Runner:
     """Runs a graph together with the cache that feeds it."""
 
-    def __init__(self, model: ir.Model, folder: Path, form: str = "slots", capacity: int = 96):
-        self.backend = open_model(model, folder, form, capacity)
-        self.cache = open_cache(form, capacity)
+    def __init__(
+        self,
+        model: ir.Model,
+        folder: Path,
+        form: str = "slots",
+        capacity: int = 96,
+        attention: str = "bias",
+    ):
+        self.backend = open_model(model, folder, form, capacity, attention)
+        self.cache = open_cache(form, capacity, self.backend)
         self.block: int | None = None  # of the next steps, see kv.Cache.place
 
     def step(

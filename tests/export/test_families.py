@@ -59,10 +59,14 @@ from spec_export.model.hidden_states import features_and_taps
 from spec_export.model.modules.basic import LayerNorm
 from spec_export.model.modules.convolution import with_ancestors
 from spec_export.model.weights import StoredWeights
+from spec_runtime.backends import session
+from spec_runtime.bundle.manifest import ATTENTIONS
 from spec_runtime.errors import UnsupportedModelError
+from spec_runtime.loop import kv
 
 RELATIVE_TOLERANCE = 2e-5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+ROTATED = {"hidden_size": 64, "head_dim": 16}  # the least heads that an attention rotates itself
 WINDOW = 8  # narrower than the texts here
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SCALES = {
@@ -212,7 +216,11 @@ def switches(layer: Any) -> set[tuple[str, str, str]]:
 def side_by_side() -> SideBySide:
     """Returns layers that together have every switch of all cases, behind a scaled embedding and
     before scaled, capped logits."""
-    backbones = {case: backbone_of(model_of(case)) for case in CASES}
+
+    def rotated(case: str) -> Any:
+        return tiny(case.split(",")[0], **SIZES | ROTATED | CASES[case])
+
+    backbones = {case: backbone_of(rotated(case)) for case in CASES}
     left: dict[tuple[str, int], set[tuple[str, str, str]]] = {
         (case, i): switches(layer)
         for case, backbone in backbones.items()
@@ -234,7 +242,7 @@ def side_by_side() -> SideBySide:
         cases.append(case)
         layers.append(each)
         kinds.append(kind)
-    first = backbone_of(model_of("ministral3"))
+    first = backbone_of(rotated("ministral3"))
     config = replace(
         first.config, num_layers=len(layers), layers=tuple(kinds), taps=tuple(range(len(layers)))
     )
@@ -242,7 +250,7 @@ def side_by_side() -> SideBySide:
         config,
         first.embedding.weight,
         layers,
-        LayerNorm(torch.linspace(0.5, 2, 32), torch.linspace(-1, 1, 32), 1e-5),
+        LayerNorm(torch.linspace(0.5, 2, 64), torch.linspace(-1, 1, 64), 1e-5),
         None,
         {"": (first.cos, first.sin)} | tables,
         query_scale_S=first.query_scale_S,
@@ -310,7 +318,7 @@ def test_smoothing_for_int8_keeps_the_function_and_the_models_weights(case: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["contiguous", "bias", "full_buffer"])
+@pytest.mark.parametrize("form", ["contiguous", *ATTENTIONS])
 def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
     form: str, tmp_path: Path
 ) -> None:
@@ -318,7 +326,8 @@ def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
     backbone, model = side_by_side(), graph_of_all().clone()
     if form != "contiguous":
         to_slots(model, form)
-    runner = Runner(model, tmp_path, "contiguous" if form == "contiguous" else "slots", 40)
+    kind, attention = (form, "bias") if form == "contiguous" else ("slots", form)
+    runner = Runner(model, tmp_path, kind, 40, attention)
     eager = Decoder(backbone, 40)
     steps = (
         (random_tokens(12, seed=3), chain(12), list(range(12))),
@@ -333,17 +342,27 @@ def test_all_layers_in_all_forms_of_the_graph_equal_the_eager_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["bias", "full_buffer"])
-def test_writes_by_value_are_those_by_row(attention: str, tmp_path: Path) -> None:
-    """Bit for bit, all layers' rows and outputs, over random trees whose lost nodes leave holes."""
+@pytest.mark.parametrize(
+    ("attention", "other", "by_value"),
+    [("bias", "bias", True), ("full_buffer", "full_buffer", True), ("bias", "append", False)],
+)
+def test_ways_to_write_are_equal(
+    attention: str, other: str, by_value: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, all layers' rows and outputs, over random trees whose lost nodes leave holes:
+    by value as by row, and appended by the attention as to the same slots before it."""
+    monkeypatch.setattr(session, "with_operators", lambda *_: None)  # ONNX Runtime's in all forms
+    monkeypatch.setattr(kv, "WIDTHS", (1,))  # holes stay while there is room
     runners = []
-    for by_value in (False, True):
-        model = to_slots(graph_of_all().clone(), attention, by_value)
-        folder = tmp_path / str(by_value)
+    for i, (form, is_by_value) in enumerate([(attention, False), (other, by_value)]):
+        model = to_slots(graph_of_all().clone(), form, is_by_value)
+        folder = tmp_path / str(i)
         folder.mkdir()
-        runners.append(Runner(model, folder, "slots", 40))
+        runners.append(Runner(model, folder, "slots", 28, form))
+    if other == "append":
+        runners[0].cache = kv.SlotCache(28, runners[0].backend.move_rows)
     rng = np.random.default_rng(6)
-    for size in (12, 6, 1, 7, 4):
+    for size in (12, 6, 1, 7, 4, 6, 5):
         parents = [0, *(int(rng.integers(i)) for i in range(1, size))]
         tokens = random_tokens(size, seed=size)
         expected, got = (runner.step(tokens, parents)["logits"] for runner in runners)

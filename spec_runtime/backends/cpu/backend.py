@@ -20,7 +20,6 @@ from spec_runtime.backends.session import (
     SessionOptions,
     as_lender,
     bind_buffers,
-    open_buffers,
     open_session,
 )
 from spec_runtime.backends.shapes import KV, is_cache, mask_width, require_feeds, shape_of
@@ -53,12 +52,12 @@ class CpuBackend(OrtBackend, RowBackend):
         options = SessionOptions(threads or default_threads())
         self.session = open_session(path, graph, options)
         self.has_exact_rows = getattr(self.session, "has_exact_rows", False)
-        self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
+        self.take_buffers(graph, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
         # where the rows in use end, by the name of the mask, a lane's or the only one
         ends = {name.replace(ENDS, MASK): name for name in self._feed_names if ENDS in name}
-        self._ends = ends if graph.attention == "bias" else {}
+        self._ends = {} if graph.attention == "full_buffer" else ends
         self._bindings: dict[tuple[tuple[str, ...], int], Any] = {}
         self._outputs: dict[str, np.ndarray] = {}
 

@@ -17,7 +17,6 @@ from spec_runtime.backends.session import (
     OrtBackend,
     SessionOptions,
     as_lender,
-    open_buffers,
     open_session,
     prepare,
 )
@@ -64,7 +63,7 @@ class CudaBackend(DeviceBackend, OrtBackend):
             free_bytes = copies.cuda.free_bytes
             require_memory(graph, capacity, free_bytes, "memory that is free on the GPU")
         session = open_session(path, graph, options)
-        self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
+        self.take_buffers(graph, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}
         self._runs = DeviceRuns(session, graph, capacity, self.buffers, copies, precision)
         # Copies and runs on the way must end before the memory goes.
@@ -142,9 +141,10 @@ def _require_cuda_kernels(precision: str, graph: Graph) -> None:
         got, expected = f"an {precision} bundle", "fp16, bf16, fp32 or fp8"
     elif graph.form == "contiguous":
         got, expected = f"{graph.file} in the contiguous form", "the slots form"
-    elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:
+    elif graph.form == "slots" and graph.attention != "full_buffer" and "float32" in types:
         # CUDA's GroupQueryAttention takes only half precision.
-        got, expected = f"{graph.file} in float32 with attention bias", "full_buffer"
+        got = f"{graph.file} in float32 with attention {graph.attention}"
+        expected = "full_buffer"
     else:
         return
     raise UserError(

@@ -16,7 +16,13 @@ from spec_runtime.backends.cuda.copies import Download, StreamCopies
 from spec_runtime.backends.cuda.device_rows import DeviceRows
 from spec_runtime.backends.cuda.graph_cache import GraphCache
 from spec_runtime.backends.layout import PackedFeeds
-from spec_runtime.backends.pad_rows import WIDTHS, PaddedRows, padded_sizes
+from spec_runtime.backends.pad_rows import (
+    WIDTHS,
+    PaddedRows,
+    padded_sizes,
+    padded_width,
+    widths_of,
+)
 from spec_runtime.backends.session import (
     NamingGraph,
     Viewer,
@@ -121,7 +127,7 @@ class DeviceRuns:
         self._names = [spec.name for spec in self._inputs]
         self._outputs = {spec.name: spec for spec in graph.outputs}
         self._has_lanes = graph.has_input(LANE_ROWS)
-        is_cut = graph.form == "slots" and graph.attention == "bias"
+        is_cut = graph.form == "slots" and graph.attention != "full_buffer"
         self._cuts_masks = is_cut and not self._has_lanes
         self._copies = copies
         self._plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
@@ -180,10 +186,14 @@ class DeviceRuns:
     ) -> RunPlan:
         """Returns the plan for these outputs and the feeds' shapes."""
         try:
-            width = 0
-            if self._cuts_masks:
-                width = mask_width(feeds["seqlens_k"].item() + 1, self._capacity)
-            key = (outputs, kept, width, *[feeds[name].shape for name in self._names])
+            known: dict[str, int] = {}
+            if self._cuts_masks:  # behind all rows there has to be room for padding
+                n = len(feeds["slots"])
+                past = feeds["seqlens_k"].item() + 1 - n
+                if self._has_cuda_graphs:
+                    n = padded_width(n, self._capacity - past, widths_of(self._precision))
+                known = {"N": n, "S": mask_width(past + n, self._capacity)}
+            key = (outputs, kept, *known.values(), *[feeds[name].shape for name in self._names])
         except KeyError:
             require_feeds(self._graph, feeds, (*outputs, *kept))
             raise
@@ -191,7 +201,7 @@ class DeviceRuns:
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._new_plan(feeds, outputs, kept, width)
+            plan = self._plans[key] = self._new_plan(feeds, outputs, kept, known)
         return plan
 
     def _new_plan(
@@ -199,13 +209,12 @@ class DeviceRuns:
         feeds: Mapping[str, np.ndarray],
         outputs: tuple[str, ...],
         kept: tuple[str, ...],
-        width: int,
+        known: Mapping[str, int],
     ) -> RunPlan:
         sizes = wider = require_feeds(self._graph, feeds, (*outputs, *kept))
         if self._has_cuda_graphs and not self._has_lanes:
             wider = padded_sizes(self._graph, sizes, self._capacity, precision=self._precision)
-        if width:
-            wider = wider | {"S": mask_width(max(width, wider["N"]), self._capacity)}
+        wider = {**wider, **known}
         fetched, left = (
             tuple((name, shape_of(self._outputs[name], sizes)[0]) for name in names)
             for names in (outputs, kept)
