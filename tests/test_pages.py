@@ -108,8 +108,9 @@ def test_blocks_run_in_their_order(
     with ExitStack() as stack:
         url = ADDRESS
         if any(ADDRESS in code for code in BLOCKS[page]):
-            served = importlib.import_module("served").served
-            url = stack.enter_context(served(names["engine"], aliases=(MODEL,))).url
+            served = importlib.import_module("served")
+            app = served.app_of(names["engine"], served.Settings("toy"), (MODEL,))
+            url = stack.enter_context(served.running(app)).url
         for code in BLOCKS[page]:
             if page == "docs/embed.md":  # each stands in a program of its own
                 own = {"engine": stack.enter_context(spec_runtime.load("bundles/demo"))}

@@ -389,7 +389,7 @@ def errors_of(
     }
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.05), ("int4", 0.45)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.2), ("int4", 0.45)])
 def test_quantised_layers_stay_near(
     precision: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

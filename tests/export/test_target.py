@@ -622,7 +622,7 @@ def test_keys_that_change_nothing_are_no_fault(tmp_path: Path) -> None:
 
 def test_fields_of_other_families_that_change_nothing_are_no_fault(folder: Path) -> None:
     neutral = {"logit_scale": 1.0, "attn_logit_softcapping": None, "use_qk_norm": False}
-    change(folder / "config.json", query_pre_attn_scalar=16, attention_multiplier=0.25, **neutral)
+    change(folder / "config.json", query_pre_attn_scalar=64, attention_multiplier=0.125, **neutral)
     target.require_supported(target.resolve(str(folder)))
 
 

@@ -79,7 +79,7 @@ def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path)
             assert masks[0] is not None
             assert masks[0].dtype == ir.DataType.FLOAT
             shapes = {each.name: each.shape for each in (*model.graph.inputs, *model.graph.outputs)}
-            assert shapes["kv.0.k"] == shapes["kv.0.k.out"] == [1, 2, backbone.config.rows, 16]
+            assert shapes["kv.0.k"] == shapes["kv.0.k.out"] == [1, 2, backbone.config.rows, 64]
             assert shapes["mask"] == [1, 1, "N", backbone.config.rows]
         runner = Runner(model, tmp_path / str(adapted), "contiguous", backbone.config.rows)
         first = runner.step([5, 6, 7, 8], [0, 0, 0, 1])

@@ -131,7 +131,9 @@ def label(opened: bundles.Bundle) -> str:
     """Returns the bundle's name, precision, and form and attention of its graphs if unusual."""
     graph = opened.manifest.graphs["target"]
     words = [opened.manifest.name, opened.manifest.target.precision]
-    words += [word for word in (graph.form, graph.attention) if word not in ("slots", "append")]
+    words += [
+        word for word in (graph.form, graph.attention) if word not in ("slots", "bias", "append")
+    ]
     return " ".join(words)
 
 
