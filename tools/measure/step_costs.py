@@ -140,18 +140,17 @@ def profiled(
             for event in json.loads(Path(session.end_profiling()).read_text())
         ]
     # Of the prompt's passes and others before them, no event is counted.
-    kernels = [each for each in events if each["name"].endswith("_kernel_time")]
     runs_seen = [each for each in events if each["name"] == "model_run"][-runs:]
     begin = min(each["ts"] for each in runs_seen)
     totals: dict[str, float] = defaultdict(float)
-    for each in kernels:
-        if each["ts"] >= begin:
+    for each in events:
+        if each["name"].endswith("_kernel_time") and each["ts"] >= begin:
             totals[each["args"]["op_name"]] += each["dur"] / 1000 / len(runs_seen)
     whole = sum(totals.values())
-    largest = {name: ms for name, ms in totals.items() if ms >= FEW * whole}
-    others = {"others": whole - sum(largest.values())}
-    by_time = dict(sorted(largest.items(), key=lambda item: -item[1]))
-    return {"context": context, "nodes": nodes, "ms": by_time | others}
+    by_time = sorted(totals.items(), key=lambda item: -item[1])
+    largest = {name: ms for name, ms in by_time if ms >= FEW * whole}
+    largest["others"] = whole - sum(largest.values())
+    return {"context": context, "nodes": nodes, "ms": largest}
 
 
 @contextmanager
