@@ -141,10 +141,9 @@ def profiled(
         ]
     # Of the prompt's passes and others before them, no event is counted.
     runs_seen = [each for each in events if each["name"] == "model_run"][-runs:]
-    begin = min(each["ts"] for each in runs_seen)
     totals: dict[str, float] = defaultdict(float)
     for each in events:
-        if each["name"].endswith("_kernel_time") and each["ts"] >= begin:
+        if each["name"].endswith("_kernel_time") and each["ts"] >= runs_seen[0]["ts"]:
             totals[each["args"]["op_name"]] += each["dur"] / 1000 / len(runs_seen)
     whole = sum(totals.values())
     by_time = sorted(totals.items(), key=lambda item: -item[1])
