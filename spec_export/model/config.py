@@ -304,7 +304,10 @@ def _read_rope(raw: Any, max_length: int, head_dim: int) -> tuple[dict[str, Any]
     if rope.get("rope_type") == "dynamic":
         # It stretches contexts beyond the model's own, which are not built, but by Hunyuan's alpha.
         rope["rope_type"] = "default"
-        rope["rope_theta"] *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+        try:
+            rope["rope_theta"] *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+        except ArithmeticError as error:
+            raise UserError(f"got rotary parameters {rope!r:.80}: {brief(error)}") from error
     if rope.get("attn_factor", 1) != 1:
         warnings.warn(
             f"got attn_factor {rope['attn_factor']} in the config, which transformers does not "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_backbone import (
     CONTEXT,
     HEAD_DIM,
@@ -27,8 +28,10 @@ from tiny_backbone import (
 )
 from torch import Tensor
 
+from spec_export.model.config import read_config
 from spec_export.model.decoder import Backbone
 from spec_export.model.modules.attention import window_mask
+from spec_runtime.errors import UserError
 
 RELATIVE_TOLERANCE = 2e-5
 
@@ -93,6 +96,13 @@ def test_longrope_takes_short_factors_up_to_the_original_context(family: str) ->
         long = Backbone.from_transformers(model, max_length=ORIGINAL + 1)
     assert long.config.rope["factors"] == "long"
     assert not torch.allclose(long.cos[1:ORIGINAL], short.cos[1:ORIGINAL], atol=1e-3)
+
+
+def test_a_rotation_that_no_float_holds_is_one_line() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1e308}
+    raw = transformers.AutoConfig.for_model("hunyuan_v1_dense", rope_parameters=rope)
+    with pytest.raises(UserError, match="got rotary parameters"):
+        read_config(raw, (), 64)
 
 
 def test_yarn_attention_factor_scales_the_tables() -> None:
